@@ -1,0 +1,250 @@
+"""Messages between an agent and its workers: one JSON object a line over the node's unix socket.
+
+The worker connects to ``LIVERUN_SOCKET`` when the script calls ``liverun.join()`` and sends ``Hello``.
+From then on, for each generation ``g`` (every message but Hello, Where, Progress and Stop carries it; a message
+of an older generation is ignored by both sides):
+
+1. agent ``Check(g)``      -> one worker of the present world answers ``Checked(g)``: a refusal, or none.
+2. agent ``Prepare(g)``    -> every member (stays, joins, leaves) builds beside the training and answers
+                              ``Prepared(g)``, or ``Failed(g)`` with the reason.
+3. agent ``Arm(g, s)``     -> every member of the present world answers ``Armed(g, s)``: late or not.
+4. agent ``Go(g, s)``      -> every member moves its state at the boundary before step ``s``, votes, and answers
+                              ``Switched(g)``. ``Cancel(g, s)`` undoes an Arm; another Arm may follow.
+5. each member says ``Retired(g)`` once nothing of the world before ``g`` is left in its process.
+
+``Abort(g)`` drops what was prepared, at any time before Go. The first world has no world before it: it is
+prepared as any other, has no Check and no Arm, and its Go carries ``step=None``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from liverun.layout import Layout
+
+PROTOCOL_VERSION = 1
+MAX_LINE_BYTES = 4 * 1024 * 1024
+"""A longer line is refused by both sides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Base of every message; ``type`` on the wire is the class name."""
+
+    types: ClassVar[dict[str, type[Message]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Message.types[cls.__name__] = cls
+
+    def encode(self) -> bytes:
+        """One line of JSON, newline included."""
+        return json.dumps({"type": type(self).__name__, **dataclasses.asdict(self)}).encode() + b"\n"
+
+    @staticmethod
+    def decode(line: bytes) -> Message:
+        """Read one line. Raises ``ValueError`` for anything that is not a message of this protocol."""
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(f"message of {len(line)} bytes is over the limit of {MAX_LINE_BYTES}")
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"message is not JSON: {error}") from None
+        kind = Message.types.get(values.pop("type", None)) if isinstance(values, dict) else None
+        if kind is None:
+            raise ValueError("message has no known type")
+        if kind is Prepare:
+            values["layout"] = Layout(**values["layout"])
+            values["members"] = tuple(Member(**member) for member in values["members"])
+        elif kind is Check:
+            values["layout"] = Layout(**values["layout"])
+        elif kind is Hello and values.get("layout") is not None:
+            values["layout"] = Layout(**values["layout"])
+        try:
+            return kind(**values)
+        except TypeError as error:
+            raise ValueError(f"{kind.__name__} message is malformed: {error}") from None
+
+
+# --- worker to agent ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(Message):
+    """The script has reached ``join()``: this worker is initialised and waits for a rank."""
+
+    worker: str
+    """``LIVERUN_WORKER``, the id the agent gave this process"""
+    pid: int
+    layout: Layout | None
+    """what the script passed to join(); counts for the first world unless the launcher was told one"""
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress(Message):
+    """Where the loop is: sent about once a second while steps pass, and in answer to Where."""
+
+    generation: int
+    step: int
+    """the step the worker is in, or will run next"""
+    report: dict[str, float] = field(default_factory=dict)
+    """what the script last gave to step.report()"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(Message):
+    """Whether the model can be laid out as asked."""
+
+    generation: int
+    refusal: str | None
+    """one sentence, or none"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Message):
+    """Groups are built, the new model stands hollow, the plan is made."""
+
+    generation: int
+    prepare_s: float
+    bytes_moved: int = 0
+    """bytes this rank will receive over the wire"""
+    bytes_local: int = 0
+    """bytes this rank will copy from what it already holds"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Message):
+    """Preparation of a generation failed in this worker; the present world is untouched."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Armed(Message):
+    """Answer to Arm: unless late, the worker will not pass the boundary before ``step`` without a word."""
+
+    generation: int
+    step: int
+    late: bool
+    at_step: int
+    """the step the worker is in, or will run next"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switched(Message):
+    """The vote has been taken. ``ok`` false: the worker is back in the old world at the same step."""
+
+    generation: int
+    ok: bool
+    reason: str = ""
+    step: int = 0
+    """first step of the new world"""
+    arm_s: float = 0.0
+    """time waited at the boundary for GO"""
+    transfer_s: float = 0.0
+    commit_s: float = 0.0
+    pause_s: float = 0.0
+    """end of the last step in the old world to the first step of the new one"""
+    bytes_moved: int = 0
+    bytes_local: int = 0
+    peak_extra_bytes: int = 0
+    """growth of the process's resident high-water mark during the switch"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retired(Message):
+    """Nothing of the world before ``generation`` is left in this process."""
+
+    generation: int
+    leaves: bool = False
+    """the worker has no rank in ``generation`` and is a standby again"""
+
+
+# --- agent to worker ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One worker that takes part in a change of world."""
+
+    worker: str
+    host: str
+    """address of its node, for placing bytes: same node before other nodes"""
+    old_rank: int | None
+    rank: int | None
+    """rank in the new world; none for a worker that leaves"""
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Message):
+    """Can the model be laid out like this over so many workers?"""
+
+    generation: int
+    layout: Layout
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Message):
+    """Build the world of a generation beside the present one."""
+
+    generation: int
+    layout: Layout
+    world_size: int
+    members: tuple[Member, ...]
+    """everyone who takes part, workers that leave included; the order is the same for all"""
+    store_host: str
+    store_port: int
+    """the c10d store of this generation"""
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm(Message):
+    """Do not pass the boundary before ``step`` until told Go or Cancel."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Go(Message):
+    """Switch at the boundary before ``step``; ``None`` for the first world."""
+
+    generation: int
+    step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancel(Message):
+    """Forget the Arm for ``step``; what was prepared stays."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort(Message):
+    """Drop everything prepared for ``generation``."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where(Message):
+    """Asks for a Progress at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop(Message):
+    """End: a standby exits 0 at once, a ranked worker at its next boundary."""
+
+    reason: str
