@@ -1,0 +1,129 @@
+"""The gate at a boundary: where the training thread meets what the agent has said.
+
+The agent's words arrive in the link thread, the training thread passes a boundary before every step. All they share
+is here, under one lock. While nothing is armed, passing costs one uncontended lock and two comparisons.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from liverun.messages import Prepare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What an Arm is answered with."""
+
+    late: bool
+    at_step: int
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: the agent asked for the end
+    """The agent asked this worker to end. Carries its reason."""
+
+
+class Gate:
+    """Arm, Go, Cancel, Abort and Stop on one side; boundaries on the other."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._reached = -1
+        self._finished = False
+        self._armed: tuple[int, int] | None = None
+        self._go: int | None = None
+        self._first: Prepare | None = None
+        self._stop: str | None = None
+
+    @property
+    def reached(self) -> int:
+        """The last boundary that was passed, as the step behind it; -1 before the first."""
+        return self._reached
+
+    # --- the link thread's side ---
+
+    def arm(self, generation: int, step: int) -> Answer:
+        """Hold the training thread before ``step``, unless it is past it."""
+        with self._changed:
+            if self._finished or self._reached >= step:
+                return Answer(late=True, at_step=self._reached)
+            self._armed = (generation, step)
+            return Answer(late=False, at_step=self._reached)
+
+    def go(self, generation: int) -> None:
+        """Let the world of ``generation`` be entered at the armed step."""
+        with self._changed:
+            self._go = generation
+            self._changed.notify_all()
+
+    def disarm(self, generation: int) -> None:
+        """Cancel or abort: the training thread goes on in the world it is in."""
+        with self._changed:
+            if self._armed is not None and self._armed[0] == generation:
+                self._armed = None
+            if self._go == generation:
+                self._go = None
+            self._changed.notify_all()
+
+    def offer_first(self, spec: Prepare) -> None:
+        """Give the waiting script its first world to build."""
+        with self._changed:
+            self._first = spec
+            self._changed.notify_all()
+
+    def stop(self, reason: str) -> None:
+        """End the worker at its next boundary, or now if it waits."""
+        with self._changed:
+            self._stop = reason
+            self._changed.notify_all()
+
+    # --- the training thread's side ---
+
+    def pass_boundary(self, step: int) -> int | None:
+        """Pass the boundary before ``step``; return the generation to switch to, or ``None`` to go on.
+
+        Blocks only where armed for exactly this step. Raises ``Stopped``.
+        """
+        with self._changed:
+            if self._armed is None and self._stop is None:
+                self._reached = step
+                return None
+            while True:
+                if self._stop is not None:
+                    raise Stopped(self._stop)
+                if self._armed is None or self._armed[1] != step:
+                    self._reached = step
+                    return None
+                if self._go == self._armed[0]:
+                    return self._take_go()
+                self._changed.wait()
+
+    def return_to(self, step: int) -> None:
+        """After a switch that failed: the boundary before ``step`` is passed in the old world."""
+        with self._changed:
+            self._reached = step
+
+    def wait_for_world(self) -> Prepare | int:
+        """For a worker without a rank: wait for its first world to build, or for Go to enter a prepared one."""
+        with self._changed:
+            while True:
+                if self._stop is not None:
+                    raise Stopped(self._stop)
+                if self._first is not None:
+                    spec, self._first = self._first, None
+                    return spec
+                if self._go is not None:
+                    return self._take_go()
+                self._changed.wait()
+
+    def finish(self) -> None:
+        """The loop is over: every later Arm is late."""
+        with self._changed:
+            self._finished = True
+            self._armed = None
+
+    def _take_go(self) -> int:
+        generation, self._go, self._armed = self._go, None, None
+        assert generation is not None
+        return generation

@@ -1,0 +1,219 @@
+"""PREPARING, inside one worker: build the next world beside the present one.
+
+In a thread of its own, while the training thread trains: the bridge, the next world's groups, the next model stack
+(hollow), and the plan of what goes from whom to whom. Nothing the training thread can see changes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from liverun import fence, groups, rng
+from liverun.hollow import Hollow
+from liverun.messages import Member, Prepare
+from liverun.world import Training, World
+from resharding import boxes, megatron
+from resharding.plan import RankPlan, plan_for
+
+Build = Callable[[World], Training]
+
+
+@dataclass(kw_only=True)
+class Standing:
+    """A world this worker has built, with its share of it: what is needed to train in it and to leave it again."""
+
+    world: World
+    globals: fence.Globals
+    training: Training
+    holding: boxes.Holding
+    """where every piece of model and optimizer state lies in this rank's memory"""
+
+
+@dataclass(kw_only=True)
+class Next:
+    """Everything that is ready for one change of world."""
+
+    spec: Prepare
+    bridge: fence.Globals
+    standing: Standing | None
+    """none for a worker that leaves"""
+    plan: RankPlan
+    source: boxes.Holding
+    target: boxes.Holding
+    outgoing: dict[str, torch.Tensor]
+    """where this rank's random streams are laid out to be sent; filled at the boundary"""
+    incoming: dict[str, torch.Tensor]
+    """where the streams of this rank's new role arrive; empty where streams are seeded anew"""
+    prepare_s: float
+
+    def discard(self) -> None:
+        """Give back everything that was built for the change."""
+        fence.destroy(self.bridge.groups)
+        if self.standing is not None:
+            fence.destroy(self.standing.globals.groups)
+
+
+def moves_streams(spec: Prepare, present: World | None) -> bool:
+    """Whether random streams move with the role: layout and size are the same before and after."""
+    old_size = sum(member.old_rank is not None for member in spec.members)
+    return old_size == spec.world_size and (present is None or present.layout == spec.layout)
+
+
+class Preparation:
+    """One attempt to prepare a generation, in a thread. Ends with ``on_ready`` or ``on_failed``, never both."""
+
+    def __init__(
+        self,
+        spec: Prepare,
+        *,
+        worker: str,
+        build: Build,
+        present: Standing | None,
+        device: torch.device,
+        world_timeout: timedelta,
+        on_ready: Callable[[Next], None],
+        on_failed: Callable[[int, str], None],
+    ) -> None:
+        self.spec = spec
+        self._worker = worker
+        self._build = build
+        self._present = present
+        self._device = device
+        self._world_timeout = world_timeout
+        self._on_ready = on_ready
+        self._on_failed = on_failed
+        self._deciding = threading.Lock()
+        self._dropped = False
+        self._ready: Next | None = None
+        self._thread = threading.Thread(target=self._run, name=f"liverun-prepare-{spec.generation}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def drop(self) -> None:
+        """Give everything back: now if it is ready, else as soon as the thread gets there. Does not block."""
+        with self._deciding:
+            self._dropped = True
+            ready, self._ready = self._ready, None
+        if ready is not None:
+            threading.Thread(target=ready.discard, name="liverun-discard", daemon=True).start()
+
+    def take(self) -> Next:
+        """Hand over what is ready; from here on it is the caller's."""
+        with self._deciding:
+            ready, self._ready = self._ready, None
+        assert ready is not None, "Go came for a generation that is not ready"
+        return ready
+
+    def _run(self) -> None:
+        made: list[fence.Globals] = []
+        try:
+            ready = self._prepare(made)
+        except Exception as error:  # noqa: BLE001 - whatever a script's build raises must not end the training
+            for there in made:
+                fence.destroy(there.groups)
+            with self._deciding:
+                dropped = self._dropped
+            if not dropped:
+                self._on_failed(self.spec.generation, f"{type(error).__name__}: {_first_line(error)}")
+            return
+        with self._deciding:
+            if not self._dropped:
+                self._ready = ready
+        if self._ready is None:
+            ready.discard()
+        else:
+            self._on_ready(ready)
+
+    def _prepare(self, made: list[fence.Globals]) -> Next:
+        started = time.perf_counter()
+        spec, device = self.spec, self._device
+        limit = timedelta(seconds=spec.timeout_s)
+        place, me = next((i, m) for i, m in enumerate(spec.members) if m.worker == self._worker)
+        store = groups.connect_store(spec.store_host, spec.store_port, timeout=limit)
+        bridge = groups.open_bridge(
+            store, generation=spec.generation, rank=place, size=len(spec.members), device=device, timeout=limit
+        )
+        made.append(bridge)
+        present = self._present
+        with_streams = moves_streams(spec, present.world if present else None)
+        standing = None
+        if me.rank is not None:
+            there = fence.new_globals(spec.generation)
+            made.append(there)
+            standing = self._build_beside(spec, me, there, store)
+        outgoing: dict[str, torch.Tensor] = {}
+        incoming: dict[str, torch.Tensor] = {}
+        source = present.holding if present else boxes.Holding.of([])
+        target = standing.holding if standing else boxes.Holding.of([])
+        if me.old_rank is not None:
+            outgoing = {name: torch.empty_like(state) for name, state in rng.capture().items()}
+            source = boxes.Holding.of([*source.pieces, *_stream_pieces(outgoing, me.old_rank)])
+        # every member has to ask the same question: a joiner cannot know the layout that was, so rank 0 says
+        names = groups.allgather_json(
+            bridge.default_pg, {name: len(state) for name, state in outgoing.items()} if with_streams else {}, device
+        )
+        if me.rank is not None:
+            role = next((i for i, m in enumerate(spec.members) if m.old_rank == me.rank), None)
+            sizes = names[role] if role is not None and all(_old(names, spec)) else {}
+            incoming = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+            target = boxes.Holding.of([*target.pieces, *_stream_pieces(incoming, me.rank)])
+        old = [boxes.decode_boxes(data) for data in groups.allgather_bytes(
+            bridge.default_pg, source.encode_boxes(), device)]
+        new = [boxes.decode_boxes(data) for data in groups.allgather_bytes(
+            bridge.default_pg, target.encode_boxes(), device)]
+        made_plan = plan_for(place, old, new, [member.host for member in spec.members])
+        return Next(
+            spec=spec, bridge=bridge, standing=standing, plan=made_plan, source=source, target=target,
+            outgoing=outgoing, incoming=incoming, prepare_s=time.perf_counter() - started,
+        )
+
+    def _build_beside(self, spec: Prepare, me: Member, there: fence.Globals, store: object) -> Standing:
+        assert me.rank is not None
+        groups.open_world(
+            there, layout=spec.layout, device=self._device, timeout=self._world_timeout, store=store, rank=me.rank,
+            size=spec.world_size,
+        )
+        world = world_of(spec, me, self._device, rng.Seeding())
+        hollow = Hollow()
+        with fence.seen_by_this_thread(there):
+            with hollow:
+                training = self._build(world)
+                megatron.materialize_optimizer_state(training.optimizer, empty=True)
+            holding = megatron.holding_of(training.model, training.optimizer)
+            hollow.check_buffers(training.model, (piece.view() for piece in holding.pieces))
+        return Standing(world=world, globals=there, training=training, holding=holding)
+
+
+def world_of(spec: Prepare, me: Member, device: torch.device, streams: rng.Seeding) -> World:
+    """Return the ``World`` that ``spec`` describes, as ``me`` sees it."""
+    assert me.rank is not None
+    return World(
+        generation=spec.generation, rank=me.rank, world_size=spec.world_size, local_rank=me.local_rank,
+        local_world_size=me.local_world_size, node_rank=me.node_rank, layout=spec.layout, device=device,
+        streams=streams,
+    )
+
+
+def _old(names: list[dict[str, int]], spec: Prepare) -> list[bool]:
+    return [bool(sizes) for sizes, member in zip(names, spec.members, strict=True) if member.old_rank is not None]
+
+
+def _stream_pieces(streams: dict[str, torch.Tensor], role: int) -> list[boxes.Piece]:
+    return [
+        boxes.Piece(
+            boxes.Box(f"rng/{role}/{name}", "uint8", (len(state),), (0,), (len(state),)), lambda state=state: state
+        )
+        for name, state in streams.items()
+    ]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]

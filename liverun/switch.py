@@ -1,0 +1,155 @@
+"""SWITCHING, inside one worker: at the boundary, move the state and vote.
+
+Numbered as it happens, the same on every member of the bridge:
+
+1. Small state that is equal on all ranks (step, consumed samples, scheduler, optimizer counters, the script's own)
+   is exchanged as JSON.
+2. Boxes stream from the old stack into the hollow new one, through bounded staging. The old stack is only read.
+3. Everyone votes. Unanimous yes is the commit; anything else leaves the old world exactly as it was.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from liverun import groups, rng
+from liverun.memory import ResidentPeak
+from liverun.prepare import Next, Standing
+from liverun.world import Training
+from resharding import megatron, stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where the job is: equal on all ranks at a boundary."""
+
+    step: int
+    consumed_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a switch came to. ``reason`` is empty where it was committed."""
+
+    reason: str
+    position: Position | None
+    transfer_s: float = 0.0
+    commit_s: float = 0.0
+    bytes_moved: int = 0
+    bytes_local: int = 0
+    peak_extra_bytes: int = 0
+
+    @property
+    def committed(self) -> bool:
+        """Whether the new world is the job."""
+        return not self.reason
+
+
+def switch(
+    prepared: Next, present: Standing | None, position: Position | None, *, device: torch.device, staging_bytes: int
+) -> Outcome:
+    """Move the state of ``present`` (none for a joiner) into what was prepared. Collective over the bridge."""
+    started = time.perf_counter()
+    bridge = prepared.bridge.default_pg
+    reason, shared, report = "", None, None
+    with ResidentPeak() as peak:
+        try:
+            shared = _exchange(prepared, present, position, device)
+            for name, state in rng.capture().items() if prepared.outgoing else ():
+                prepared.outgoing[name].copy_(state)
+            report = stream.execute(
+                prepared.plan, prepared.source, prepared.target, stream.ProcessGroupTransport(bridge, device),
+                staging_bytes,
+            )
+            transferred = time.perf_counter()
+            if prepared.standing is not None:
+                _install(prepared.standing.training, shared)
+        except Exception as error:  # noqa: BLE001 - the vote turns every failure into a clean no
+            transferred = time.perf_counter()
+            reason = f"{type(error).__name__}: {error}"
+        try:
+            unanimous = groups.vote(bridge, not reason, device)
+        except RuntimeError as error:
+            unanimous, reason = False, reason or f"a member was lost before the vote ({error})"
+    if not unanimous:
+        return Outcome(reason=reason or "another member voted no", position=position)
+    assert shared is not None
+    assert report is not None
+    return Outcome(
+        reason="",
+        position=Position(**shared["position"]),
+        transfer_s=transferred - started,
+        commit_s=time.perf_counter() - transferred,
+        bytes_moved=report.bytes_moved,
+        bytes_local=report.bytes_local,
+        peak_extra_bytes=peak.extra_bytes,
+    )
+
+
+def _exchange(
+    prepared: Next, present: Standing | None, position: Position | None, device: torch.device
+) -> dict[str, Any]:
+    """Give every member the small state of the old world; differences between ranks are an error."""
+    mine: dict[str, Any] | None = None
+    if present is not None:
+        assert position is not None
+        training = present.training
+        megatron.settle(training.model)
+        megatron.materialize_optimizer_state(training.optimizer)
+        mine = {
+            "position": {"step": position.step, "consumed_samples": position.consumed_samples},
+            "scheduler": _to_json(training.scheduler.state_dict()) if training.scheduler is not None else None,
+            "extra": {name: _to_json(part.state_dict()) for name, part in training.extra.items()},
+            "optimizer": megatron.common_state(training.optimizer),
+        }
+    said = [value for value in groups.allgather_json(prepared.bridge.default_pg, mine, device) if value is not None]
+    positions = [value["position"] for value in said]
+    if any(value != positions[0] for value in positions):
+        raise RuntimeError(f"ranks stand at different positions: {positions}")
+    return {**said[0], "optimizer": megatron.merge_common_state([value["optimizer"] for value in said])}
+
+
+def _install(training: Training, shared: dict[str, Any]) -> None:
+    """Load the small state into the new stack; its tensors have arrived by stream."""
+    megatron.load_common_state(training.optimizer, shared["optimizer"])
+    if training.scheduler is not None and shared["scheduler"] is not None:
+        training.scheduler.load_state_dict(_from_json(shared["scheduler"]))
+    missing = sorted(set(shared["extra"]) ^ set(training.extra))
+    if missing:
+        raise ValueError(f"extra state {missing} is registered in one world and not in the other")
+    for name, part in training.extra.items():
+        part.load_state_dict(_from_json(shared["extra"][name]))
+
+
+def _to_json(value: Any) -> Any:
+    """Turn a state dict into JSON; tensors become dtype, shape and bytes."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous()
+        raw = base64.b64encode(data.reshape(-1).view(torch.uint8).numpy().tobytes()).decode() if data.numel() else ""
+        return {"__tensor__": [str(data.dtype).removeprefix("torch."), list(data.shape), raw]}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("state that moves with a change of world needs text as the keys of its dicts")
+        return {key: _to_json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(part) for part in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"state of type {type(value).__name__} cannot move; use numbers, text, lists, dicts and tensors")
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"__tensor__"}:
+            dtype, shape, raw = value["__tensor__"]
+            data = torch.frombuffer(bytearray(base64.b64decode(raw)), dtype=torch.uint8) if raw else torch.empty(0)
+            return data.view(getattr(torch, dtype)).reshape(shape)
+        return {key: _from_json(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_from_json(part) for part in value]
+    return value
