@@ -1,0 +1,311 @@
+"""``decide(now, state, event)``: the one place where it is decided what becomes of a job's world. Pure.
+
+``PROPOSED -> PREPARING -> READY -> ARMED -> SWITCHING -> ACTIVE -> RETIRED``, and ``ABORTED`` from every state up to
+the vote in SWITCHING. The phases live in :mod:`launcher.generation`, the choice of a target in
+:mod:`launcher.target`; here is what workers, people and the clock bring about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import assert_never
+
+from launcher import generation
+from launcher.model import (
+    Answer,
+    Committed,
+    Decision,
+    End,
+    Event,
+    Exited,
+    JobState,
+    Numbered,
+    Phase,
+    Restart,
+    Said,
+    Started,
+    StopAsked,
+    StoreFailed,
+    StoreOpened,
+    Tick,
+    Wish,
+    Wished,
+    Worker,
+)
+from launcher.process import describe_exit
+from launcher.turn import Turn
+from liverun.messages import (
+    Armed,
+    Checked,
+    Failed,
+    Hello,
+    Message,
+    Prepared,
+    Progress,
+    Retired,
+    Stop,
+    Switched,
+)
+
+MAX_BARREN = 3
+"""standbys in a row that may end before they join, before no more are started"""
+NEVER_JOINS = "this script does not call liverun.join(), so its world cannot change while it runs"
+JOIN_PATIENCE_S = 10.0
+"""a script that has not joined this long after its start is taken for one that never does"""
+
+
+def decide(now: float, state: JobState, event: Event) -> Decision:
+    """Return the next state, what to do, and why. ``now`` is monotonic, in seconds."""
+    turn = Turn(now, state)
+    match event:
+        case Started():
+            worker = Worker(id=event.worker, pid=event.pid, boot_rank=event.boot_rank)
+            began = now if state.began is None else state.began
+            turn.set(workers={**state.workers, event.worker: worker}, began=began)
+        case Said():
+            if event.worker in state.workers and state.phase != "ending":
+                _said(turn, event.worker, event.message)
+        case Exited():
+            if event.worker in state.workers:
+                _exited(turn, event.worker, event.code)
+        case Wished():
+            _wished(turn, event.wish)
+        case Numbered():
+            generation.numbered(turn, event.generation)
+        case StoreOpened():
+            if _current(turn, event.generation):
+                generation.store_opened(turn, event.host, event.port)
+        case StoreFailed():
+            if _current(turn, event.generation):
+                generation.abort(turn, event.reason)
+        case Committed():
+            if _current(turn, event.generation):
+                generation.committed(turn, won=event.won)
+        case StopAsked():
+            _stop(turn, event.reason)
+        case Tick():
+            pass
+        case _:
+            assert_never(event)
+    _settle(turn)
+    return turn.decision()
+
+
+def next_deadline(state: JobState) -> float | None:
+    """When a Tick is due at the latest."""
+    times = []
+    if state.proposal is not None and state.proposal.phase is not Phase.SWITCHING:
+        times.append(state.proposal.deadline)
+    if state.retiring is not None:
+        times.append(state.retiring.deadline)
+    if state.queued is not None and state.began is not None and not has_joined(state):
+        times.append(state.began + JOIN_PATIENCE_S)
+    return min(times, default=None)
+
+
+def has_joined(state: JobState) -> bool:
+    """Whether any worker has called ``liverun.join()``."""
+    return any(worker.joined for worker in state.workers.values())
+
+
+def _settle(turn: Turn) -> None:
+    """Do what has become due, whatever the event was."""
+    if turn.state.phase == "ending":
+        return
+    state = turn.state
+    if state.world is None and state.done_ranks and has_joined(state):
+        generation.fail(
+            turn, "a worker ended before the first world was built; the others wait in liverun.join()"
+        )
+        return
+    if state.queued is not None and not has_joined(state) and not _may_still_join(turn):
+        turn.set(queued=None)
+        generation.refuse(turn, state.queued, NEVER_JOINS)
+    generation.late(turn)
+    generation.close_retired(turn)
+    generation.aim(turn)
+    if turn.state.phase != "ending" and turn.state.proposal is None and turn.state.retiring is None:
+        if turn.state.world is None:
+            generation.begin_first(turn)
+        elif turn.state.queued is not None:
+            wish = turn.state.queued
+            turn.set(queued=None)
+            if turn.state.done_ranks:
+                generation.refuse(turn, wish, "the job is ending")
+            else:
+                generation.begin(turn, wish)
+
+
+def _current(turn: Turn, number: int) -> bool:
+    """Whether a message is about the generation that is on its way; older ones are fenced off."""
+    return turn.state.proposal is not None and turn.state.proposal.generation == number
+
+
+def _said(turn: Turn, worker: str, message: Message) -> None:
+    if isinstance(message, Hello):
+        _hello(turn, worker, message)
+    elif isinstance(message, Progress):
+        world = turn.state.world
+        if world is not None and message.generation == world.generation and worker in world.ranks:
+            turn.set(steps={**turn.state.steps, worker: message.step})
+            generation.progressed(turn, worker, message.step)
+    elif isinstance(message, Retired):
+        generation.retired(turn, worker, generation=message.generation, leaves=message.leaves)
+    elif isinstance(message, Checked | Prepared | Failed | Armed | Switched) and _current(
+        turn, message.generation
+    ):
+        if isinstance(message, Checked):
+            generation.checked(turn, message.refusal)
+        elif isinstance(message, Prepared):
+            generation.prepared(turn, worker, message)
+        elif isinstance(message, Failed):
+            generation.failed(turn, worker, message)
+        elif isinstance(message, Armed):
+            generation.armed(turn, worker, message)
+        else:
+            generation.switched(turn, worker, message)
+
+
+def _hello(turn: Turn, worker: str, message: Hello) -> None:
+    known = turn.state.workers[worker]
+    state = "standby" if known.boot_rank is None else known.state
+    turn.set_worker(worker, joined=True, layout=message.layout, state=state)
+    if known.boot_rank is None:
+        turn.set(barren=0)
+    elif not turn.state.standbys_started:
+        turn.set(standbys_started=True)
+        turn.fill_pool()
+
+
+def _wished(turn: Turn, wish: Wish) -> None:
+    state = turn.state
+    if state.phase == "ending" or state.done_ranks:
+        generation.refuse(turn, wish, "the job is ending")
+        return
+    if not has_joined(state) and not _may_still_join(turn):
+        generation.refuse(turn, wish, NEVER_JOINS)
+        return
+    if state.queued is not None:
+        reason = f"superseded by a later request ({wish.cause})"
+        turn.do(Answer(wish=state.queued.id, ok=False, outcome="refused", reason=reason))
+    turn.set(queued=wish)
+    if state.proposal is not None or state.retiring is not None or state.world is None:
+        number = state.proposal.generation if state.proposal else None
+        what = f"generation {number} is settled" if number else "the world before it is settled"
+        if state.world is None:
+            what = "the first world is active" if has_joined(state) else "a worker has called liverun.join()"
+        turn.record("queued", f"{wish.cause} waits until {what}", wish=wish.id, cause=wish.cause)
+
+
+def _may_still_join(turn: Turn) -> bool:
+    began = turn.state.began
+    return began is None or turn.now < began + JOIN_PATIENCE_S
+
+
+def _exited(turn: Turn, worker: str, code: int) -> None:
+    state = turn.state
+    world, proposal = state.world, state.proposal
+    rank = None
+    if world is not None and worker in world.ranks:
+        rank = world.ranks.index(worker)
+    elif world is None:
+        rank = state.workers[worker].boot_rank
+    if state.phase == "ending":
+        turn.drop_worker(worker)
+    elif rank is not None and code == 0:
+        _rank_done(turn, worker)
+    elif rank is not None:
+        _rank_failed(turn, worker, rank, code)
+    else:
+        name, how = turn.name(worker), describe_exit(code)
+        known = turn.drop_worker(worker)
+        _not_waiting(turn, worker)
+        takes_part = proposal is not None and proposal.target is not None and worker in proposal.target.ranks
+        if takes_part and proposal is not None and proposal.phase is Phase.SWITCHING:
+            turn.set_proposal(lost=proposal.lost | {worker})
+            generation.count_votes(turn)
+        elif takes_part:
+            generation.abort(turn, f"{name} ended while preparing: {how}")
+        elif known.state != "leaving" or code != 0:
+            turn.record("worker_failed", f"standby {worker} ended: {how}", worker=worker, exit_code=code)
+        turn.set(barren=0 if known.joined else turn.state.barren + 1)
+        if turn.state.barren >= MAX_BARREN:
+            reason = f"{MAX_BARREN} standbys in a row ended before they joined; no more are started"
+            turn.record("worker_failed", reason)
+        turn.fill_pool()
+
+
+def _not_waiting(turn: Turn, worker: str) -> None:
+    retiring = turn.state.retiring
+    if retiring is not None:
+        turn.set(retiring=replace(retiring, waiting=retiring.waiting - {worker}))
+
+
+def _rank_done(turn: Turn, worker: str) -> None:
+    state = turn.state
+    if (
+        state.proposal is not None
+        and state.proposal.phase is Phase.SWITCHING
+        and worker not in state.proposal.votes
+    ):
+        rank = state.world.ranks.index(worker) if state.world else state.workers[worker].boot_rank
+        _rank_failed(turn, worker, rank, 0)
+        return
+    turn.set(done_ranks=state.done_ranks | {worker})
+    if state.proposal is not None and state.proposal.phase is not Phase.SWITCHING:
+        generation.abort(turn, "the job is ending")
+    if state.queued is not None:
+        wish = state.queued
+        turn.set(queued=None)
+        generation.refuse(turn, wish, "the job is ending")
+    turn.drop_worker(worker)
+    _not_waiting(turn, worker)
+    world, done = turn.state.world, turn.state.done_ranks
+    all_done = set(world.ranks) <= done if world is not None else len(done) >= state.nproc
+    if turn.state.phase != "ending" and all_done:
+        turn.set(phase="ending")
+        for other in turn.state.workers:
+            turn.send(other, Stop(reason="the job is done"))
+        num = len(turn.state.done_ranks)
+        turn.record("finished", f"all {num} workers are done" if num > 1 else "the worker is done")
+        turn.do(End(outcome="finished", reason=turn.state.reason))
+
+
+def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int) -> None:
+    state = turn.state
+    where = f" (rank {rank})" if rank is not None else ""
+    reason = f"worker {worker}{where} failed: {describe_exit(code)}"
+    proposal = state.proposal
+    turn.record("worker_failed", reason, worker=worker, rank=rank, exit_code=code)
+    for wish in (proposal.wish if proposal else None, state.queued):
+        if wish is not None:
+            turn.do(Answer(wish=wish.id, ok=False, outcome="failed", reason=reason))
+    turn.drop_worker(worker)
+    # a script that joins but never got a world would fail the same way again: no retry before the first step
+    has_run = state.world is not None or not state.standbys_started
+    if state.restarts < state.max_restarts and has_run:
+        reason += f"; restart {state.restarts + 1} of {state.max_restarts}"
+        turn.set(
+            workers={}, world=None, proposal=None, queued=None, retiring=None, steps={}, done_ranks=frozenset(),
+            standbys_started=False, barren=0, began=None, phase="starting", restarts=state.restarts + 1, reason=reason,
+        )  # fmt: skip
+        turn.do(Restart(reason=reason))
+        return
+    turn.set(phase="ending", proposal=None, queued=None)
+    turn.do(End(outcome="failed", reason=reason, worker=worker, rank=rank, code=code))
+
+
+def _stop(turn: Turn, reason: str) -> None:
+    if turn.state.phase == "ending":
+        return
+    proposal = turn.state.proposal
+    if proposal is not None and turn.state.world is not None and proposal.phase is not Phase.SWITCHING:
+        generation.abort(turn, "the job is ending")
+    for wish in (turn.state.queued, turn.state.proposal.wish if turn.state.proposal else None):
+        if wish is not None:
+            turn.do(Answer(wish=wish.id, ok=False, outcome="failed", reason="the job is ending"))
+    turn.set(phase="ending", proposal=None, queued=None)
+    for worker in turn.state.workers:
+        turn.send(worker, Stop(reason=reason))
+    turn.record("stopped", reason)
+    turn.do(End(outcome="stopped", reason=reason))

@@ -1,0 +1,76 @@
+"""The environment of a worker: torchrun's variables, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.options import RunOptions
+
+PRIVATE = ("LIVERUN_PRELOAD", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""not handed on from the launcher's own environment"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where the c10d store of the first world listens."""
+
+    host: str
+    port: int
+
+
+def worker_environ(
+    options: RunOptions,
+    *,
+    job: str,
+    folder: Path,
+    socket: Path,
+    worker: str,
+    rank: int | None,
+    restarts: int,
+    threads: int | None,
+    endpoint: Endpoint,
+    error_file: Path,
+) -> dict[str, str]:
+    """Everything a worker finds in ``os.environ``. A standby has no rank, and is told of none."""
+    environ = {name: value for name, value in options.environ.items() if name not in PRIVATE}
+    environ["LIVERUN_SOCKET"] = str(socket)
+    environ["LIVERUN_WORKER"] = worker
+    environ["LIVERUN_JOB"] = job
+    environ["LIVERUN_RUN_DIR"] = str(folder)
+    environ["LIVERUN_STAGING_BYTES"] = str(options.staging_bytes)
+    environ.pop("LIVERUN_LAYOUT", None)
+    if options.layout is not None:
+        environ["LIVERUN_LAYOUT"] = str(options.layout)
+    environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    environ["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+    if threads is not None:
+        environ["OMP_NUM_THREADS"] = str(threads)
+    if rank is not None:
+        environ.update(ranked_environ(options, rank=rank, restarts=restarts, endpoint=endpoint))
+    return environ
+
+
+def ranked_environ(options: RunOptions, *, rank: int, restarts: int, endpoint: Endpoint) -> Mapping[str, str]:
+    """What torchrun tells a worker of its place, on one node."""
+    size = str(options.nproc)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": endpoint.host,
+        "MASTER_PORT": str(endpoint.port),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_RUN_ID": options.rdzv_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    }

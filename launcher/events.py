@@ -1,0 +1,59 @@
+"""``events.jsonl``: what happened to a job's world, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+def rfc3339(seconds: float) -> str:
+    """Write a wall-clock time in UTC, with milliseconds."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class EventLog:
+    """Appends events; a reader sees whole lines only."""
+
+    def __init__(self, path: Path, wall_clock: Callable[[], float]) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._clock = wall_clock
+
+    def write(self, kind: str, generation: int, reason: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one event; the object written."""
+        event = {
+            "time": rfc3339(self._clock()),
+            "generation": generation,
+            "kind": kind,
+            "reason": reason,
+            **fields,
+        }
+        self._file.write(json.dumps(event).encode() + b"\n")
+        return event
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_events(
+    path: Path, *, since: int, follow: bool, ended: Callable[[], bool], poll_s: float = 0.1
+) -> Iterator[dict[str, Any]]:
+    """Events of generation ``since`` and later; with ``follow`` also those to come, until the job has ended."""
+    rest = b""
+    with path.open("rb") as file:
+        while True:
+            over = not follow or ended()  # asked before reading: what is written before the end is shown
+            data = file.read()
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                event = json.loads(line)
+                if event["generation"] >= since:
+                    yield event
+            if over:
+                return
+            if not data:
+                time.sleep(poll_s)

@@ -1,0 +1,456 @@
+"""A generation from PROPOSED to RETIRED or ABORTED: what each answer of its members leads to. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from launcher.model import (
+    Answer,
+    CloseStore,
+    Commit,
+    End,
+    Kill,
+    Number,
+    OpenStore,
+    Phase,
+    Proposal,
+    Retiring,
+    Target,
+    Wish,
+    World,
+    describe_world,
+    short_world,
+)
+from launcher.target import NotYetError, RefusedError, members_of, resolve
+from launcher.turn import Turn
+from liverun.layout import Layout
+from liverun.messages import Abort, Arm, Armed, Cancel, Check, Failed, Go, Prepare, Prepared, Switched, Where
+
+FIRST_WORLD_TIMEOUT_S = 1800.0
+ARM_TIMEOUT_S = 30.0
+"""from READY, or a Cancel, to all armed"""
+MAX_ARM_TRIES = 10
+RETIRE_TIMEOUT_S = 60.0
+
+
+def begin_first(turn: Turn) -> None:
+    """Propose the first world once every worker that was started with a rank has joined."""
+    state = turn.state
+    ranked = sorted(
+        (worker for worker in state.workers.values() if worker.boot_rank is not None),
+        key=lambda worker: worker.boot_rank if worker.boot_rank is not None else 0,
+    )
+    if len(ranked) < state.nproc or not all(worker.joined for worker in ranked):
+        return
+    ranks = tuple(worker.id for worker in ranked)
+    layout = state.layout or ranked[0].layout or Layout()
+    if (reason := layout.misfit(len(ranks))) is not None:
+        turn.set(phase="ending")
+        turn.record("refused", reason)
+        turn.do(End(outcome="failed", reason=reason))
+        return
+    target = Target(
+        ranks=ranks, layout=layout, members=members_of(None, ranks, state.host),
+        note=f"the first world: {short_world(layout, len(ranks))}",
+    )  # fmt: skip
+    turn.set(
+        proposal=Proposal(wish=None, began=turn.now, deadline=turn.now + FIRST_WORLD_TIMEOUT_S, target=target)
+    )
+    turn.do(Number())
+
+
+def begin(turn: Turn, wish: Wish) -> None:
+    """Propose what is wished."""
+    turn.set(proposal=Proposal(wish=wish, began=turn.now, deadline=turn.now + wish.timeout_s))
+    aim(turn)
+
+
+def aim(turn: Turn) -> None:
+    """Find the target of a proposal that has none yet; again whenever the pool has changed."""
+    proposal = turn.state.proposal
+    if proposal is None or proposal.target is not None or proposal.wish is None:
+        return
+    wish = proposal.wish
+    try:
+        target = resolve(turn.state, wish)
+    except NotYetError as error:
+        turn.set(reason=f"{wish.cause} {error}")
+        return
+    except RefusedError as error:
+        refuse(turn, wish, str(error))
+        return
+    if target is None:
+        world = turn.state.world
+        assert world is not None
+        reason = f"nothing to do: the world is {short_world(world.layout, len(world.ranks))} already"
+        turn.set(proposal=None, reason=reason)
+        fields = {"generation": world.generation}
+        turn.do(Answer(wish=wish.id, ok=True, outcome="unchanged", reason=reason, fields=fields))
+        return
+    turn.set_proposal(target=target)
+    turn.do(Number())
+
+
+def refuse(turn: Turn, wish: Wish, reason: str, *, generation: int | None = None) -> None:
+    """Say no to a wish; nothing has moved."""
+    turn.record("refused", reason, generation=generation, cause=wish.cause)
+    if turn.state.proposal is not None and turn.state.proposal.wish == wish:
+        turn.set(proposal=None)
+    turn.do(Answer(wish=wish.id, ok=False, outcome="refused", reason=reason))
+
+
+def numbered(turn: Turn, generation: int) -> None:
+    """The proposal has its number: ask a worker whether the model can be laid out so."""
+    proposal = turn.state.proposal
+    if proposal is None or proposal.target is None or proposal.generation is not None:
+        return
+    target = proposal.target
+    turn.set_proposal(generation=generation)
+    world = describe_world(target.layout, len(target.ranks))
+    turn.record("proposed", target.note, generation=generation, world=world)
+    if turn.state.world is None:
+        turn.do(OpenStore(generation=generation))
+        return
+    check = Check(generation=generation, layout=target.layout, world_size=len(target.ranks))
+    turn.send(turn.state.world.ranks[0], check)
+
+
+def checked(turn: Turn, refusal: str | None) -> None:
+    """Rank 0 has looked at the layout."""
+    proposal = turn.state.proposal
+    if proposal is None or proposal.generation is None or proposal.phase is not Phase.PROPOSED:
+        return
+    if refusal is not None and proposal.wish is not None:
+        refuse(turn, proposal.wish, refusal, generation=proposal.generation)
+    else:
+        turn.do(OpenStore(generation=proposal.generation))
+
+
+def store_opened(turn: Turn, host: str, port: int) -> None:
+    """The store of the new world listens: everyone prepares."""
+    proposal = turn.state.proposal
+    if proposal is None or proposal.phase is not Phase.PROPOSED:
+        return
+    target, generation = _aimed(proposal)
+    prepare = Prepare(
+        generation=generation, layout=target.layout, world_size=len(target.ranks), members=target.members,
+        store_host=host, store_port=port, timeout_s=max(1.0, proposal.deadline - turn.now),
+    )  # fmt: skip
+    turn.set_proposal(phase=Phase.PREPARING)
+    turn.record(
+        "preparing", f"{len(target.members)} workers prepare generation {generation}", generation=generation
+    )
+    for member in target.members:
+        turn.send(member.worker, prepare)
+
+
+def prepared(turn: Turn, worker: str, message: Prepared) -> None:
+    """One member is ready."""
+    proposal = turn.state.proposal
+    if proposal is None or proposal.phase is not Phase.PREPARING or worker not in _names(proposal):
+        return
+    proposal = turn.set_proposal(
+        prepared=proposal.prepared | {worker}, prepare_s=max(proposal.prepare_s, message.prepare_s)
+    )
+    if proposal.prepared != _names(proposal):
+        return
+    target, generation = _aimed(proposal)
+    turn.set_proposal(phase=Phase.READY)
+    turn.record("ready", f"all {len(target.members)} workers are ready", generation=generation)
+    if turn.state.world is None:
+        _go(turn, None)
+    else:
+        _ask_where(turn)
+
+
+def progressed(turn: Turn, worker: str, step: int) -> None:
+    """A worker of the old world said where it is: once all have, arm a step that none has reached."""
+    proposal, world = turn.state.proposal, turn.state.world
+    if proposal is None or world is None or proposal.phase is not Phase.READY or proposal.step is not None:
+        return
+    proposal = turn.set_proposal(seen={**proposal.seen, worker: step})
+    if set(proposal.seen) >= set(world.ranks):
+        step = max(proposal.seen.values()) + proposal.margin
+        turn.set_proposal(step=step, armed=frozenset(), tries=proposal.tries + 1)
+        for name in world.ranks:
+            turn.send(name, Arm(generation=proposal.generation or 0, step=step))
+
+
+def armed(turn: Turn, worker: str, message: Armed) -> None:
+    """A worker will wait at the boundary, or is past it."""
+    proposal, world = turn.state.proposal, turn.state.world
+    if (
+        proposal is None
+        or world is None
+        or proposal.phase is not Phase.READY
+        or proposal.step != message.step
+    ):
+        return
+    if message.late:
+        _cancel(
+            turn,
+            f"{turn.name(worker)} was at step {message.at_step}, past the boundary before step {message.step}",
+        )
+        return
+    proposal = turn.set_proposal(armed=proposal.armed | {worker})
+    if proposal.armed >= set(world.ranks):
+        turn.set_proposal(phase=Phase.ARMED)
+        reason = f"all workers stop at the boundary before step {message.step}"
+        turn.record("armed", reason, generation=proposal.generation, step=message.step)
+        _go(turn, message.step)
+
+
+def _ask_where(turn: Turn) -> None:
+    world = turn.state.world
+    assert world is not None
+    turn.set_proposal(seen={}, step=None, armed=frozenset(), deadline=turn.now + ARM_TIMEOUT_S)
+    for worker in world.ranks:
+        turn.send(worker, Where())
+
+
+def _cancel(turn: Turn, why: str) -> None:
+    proposal, world = turn.state.proposal, turn.state.world
+    assert proposal is not None
+    assert world is not None
+    assert proposal.step is not None
+    for worker in world.ranks:
+        turn.send(worker, Cancel(generation=proposal.generation or 0, step=proposal.step))
+    turn.record(
+        "cancelled", f"{why}; a later step is tried", generation=proposal.generation, step=proposal.step
+    )
+    turn.set_proposal(step=None)
+    if proposal.tries >= MAX_ARM_TRIES:
+        abort(turn, f"no step could be agreed on in {proposal.tries} tries: {why}")
+        return
+    turn.set_proposal(margin=proposal.margin * 2)
+    _ask_where(turn)
+
+
+def _go(turn: Turn, step: int | None) -> None:
+    proposal = turn.state.proposal
+    assert proposal is not None
+    target, generation = _aimed(proposal)
+    turn.set_proposal(phase=Phase.SWITCHING, step=step)
+    turn.record("switching", "the new world takes over", generation=generation)
+    for member in target.members:
+        turn.send(member.worker, Go(generation=generation, step=step))
+
+
+def switched(turn: Turn, worker: str, message: Switched) -> None:
+    """A member's vote."""
+    proposal = turn.state.proposal
+    if proposal is None or proposal.phase is not Phase.SWITCHING or worker not in _names(proposal):
+        return
+    turn.set_proposal(votes={**proposal.votes, worker: message})
+    count_votes(turn)
+
+
+def count_votes(turn: Turn) -> None:
+    """All yes: commit. All no: the old world goes on. Anything else must never become two worlds: the job fails."""
+    proposal = turn.state.proposal
+    assert proposal is not None
+    if not set(proposal.votes) >= _names(proposal) - proposal.lost:
+        return
+    target, generation = _aimed(proposal)
+    votes = {worker: vote for worker, vote in proposal.votes.items() if worker not in proposal.lost}
+    noes = [worker for worker, vote in votes.items() if not vote.ok]
+    yeses = [worker for worker, vote in votes.items() if vote.ok]
+    if not yeses and turn.state.world is not None:
+        why = f"{turn.name(noes[0])}: {votes[noes[0]].reason}" if noes else "no worker is left to vote"
+        lost = (
+            f"; {', '.join(map(turn.name, sorted(proposal.lost)))} ended while switching"
+            if proposal.lost
+            else ""
+        )
+        abort(turn, f"not committed, {why}{lost}")
+    elif noes or proposal.lost:
+        said = f"{', '.join(yeses)} said yes, {', '.join(noes) or 'none'} said no"
+        said += f", {', '.join(sorted(proposal.lost))} ended" if proposal.lost else ""
+        why = "; ".join(f"{worker}: {votes[worker].reason}" for worker in noes)
+        fail(turn, f"generation {generation} is split: {said}; {why}".rstrip("; "))
+    else:
+        world = World(generation=generation, layout=target.layout, ranks=target.ranks)
+        turn.do(Commit(old=turn.state.world.generation if turn.state.world else None, world=world))
+
+
+def committed(turn: Turn, *, won: bool) -> None:
+    """The new world is the job, and no other is."""
+    proposal = turn.state.proposal
+    if proposal is None or proposal.phase is not Phase.SWITCHING:
+        return
+    target, generation = _aimed(proposal)
+    if not won:
+        fail(turn, f"generation {generation} was not recorded: another generation has become active")
+        return
+    old, world = turn.state.world, World(generation=generation, layout=target.layout, ranks=target.ranks)
+    text = short_world(world.layout, len(world.ranks))
+    step = max(vote.step for vote in proposal.votes.values())
+    if old is None:
+        turn.record("world", f"generation {generation}: {text}", generation=generation, world=world.as_dict())
+    else:
+        last = _last_resize(turn, "active", "")
+        turn.set(last_resize=last)
+        turn.record("active", f"generation {generation}: {text}", generation=generation, **_but_reason(last))
+        assert proposal.wish is not None
+        fields = {"generation": generation, "summary": text, **_but_reason(last)}
+        reason = turn.state.reason
+        turn.do(Answer(wish=proposal.wish.id, ok=True, outcome="active", reason=reason, fields=fields))
+        waiting = frozenset(_names(proposal)) & frozenset(turn.state.workers)
+        turn.set(
+            retiring=Retiring(
+                generation=old.generation, waiting=waiting, deadline=turn.now + RETIRE_TIMEOUT_S
+            )
+        )
+    workers = {
+        name: replace(worker, state="ranked")
+        if name in world.ranks
+        else replace(worker, state="leaving")
+        if old is not None and name in old.ranks
+        else worker
+        for name, worker in turn.state.workers.items()
+    }
+    turn.set(
+        world=world, proposal=None, workers=workers, phase="running", steps=dict.fromkeys(world.ranks, step)
+    )
+    for worker, leaves in proposal.retired.items():
+        retired(turn, worker, generation=generation, leaves=leaves)
+
+
+def retired(turn: Turn, worker: str, *, generation: int, leaves: bool) -> None:
+    """Nothing of the old world is left in a worker."""
+    known, world, retiring = turn.state.workers.get(worker), turn.state.world, turn.state.retiring
+    proposal = turn.state.proposal
+    if proposal is not None and proposal.phase is Phase.SWITCHING and proposal.generation == generation:
+        turn.set_proposal(retired={**proposal.retired, worker: leaves})  # some other vote is still out
+        return
+    if world is None or generation != world.generation or known is None:
+        return
+    if known.state == "leaving" and leaves:
+        turn.set_worker(worker, state="standby")
+    if retiring is not None and worker in retiring.waiting:
+        turn.set(retiring=replace(retiring, waiting=retiring.waiting - {worker}))
+        close_retired(turn)
+
+
+def close_retired(turn: Turn) -> None:
+    """Say so once the old world is gone, or has had its time."""
+    retiring = turn.state.retiring
+    if retiring is None or (retiring.waiting and turn.now < retiring.deadline):
+        return
+    reason = f"nothing of generation {retiring.generation} is left"
+    if retiring.waiting:
+        silent = ", ".join(map(turn.name, sorted(retiring.waiting)))
+        reason = f"generation {retiring.generation} is given up after {RETIRE_TIMEOUT_S:g} s; {silent} did not say that it is gone"
+    turn.set(retiring=None)
+    turn.record("retired", reason, generation=retiring.generation)
+    turn.do(CloseStore(generation=retiring.generation))
+
+
+def abort(turn: Turn, reason: str, *, kill: frozenset[str] = frozenset()) -> None:
+    """Drop the proposal; the old world trains on. Without an old world the job fails."""
+    proposal = turn.state.proposal
+    if proposal is None:
+        return
+    if turn.state.world is None:
+        fail(turn, reason)
+        return
+    assert proposal.wish is not None
+    generation = proposal.generation
+    if proposal.target is not None and generation is not None:
+        if proposal.phase is Phase.READY and proposal.step is not None:
+            for worker in turn.state.world.ranks:
+                turn.send(worker, Cancel(generation=generation, step=proposal.step))
+        if proposal.phase in (Phase.PREPARING, Phase.READY):
+            for member in proposal.target.members:
+                if member.worker not in kill:
+                    turn.send(member.worker, Abort(generation=generation, reason=reason))
+        turn.set(last_resize=_last_resize(turn, "aborted", reason))
+        turn.do(CloseStore(generation=generation))
+    turn.record("aborted", reason, generation=generation, cause=proposal.wish.cause)
+    turn.do(Answer(wish=proposal.wish.id, ok=False, outcome="aborted", reason=reason))
+    turn.set(proposal=None)
+    for worker in sorted(kill):
+        turn.do(Kill(worker=worker, reason=reason))
+
+
+def fail(turn: Turn, reason: str) -> None:
+    """End the job without a world to go back to."""
+    proposal = turn.state.proposal
+    turn.set(phase="ending", proposal=None)
+    turn.record("worker_failed", reason, generation=proposal.generation if proposal else None)
+    if proposal is not None and proposal.wish is not None:
+        turn.do(Answer(wish=proposal.wish.id, ok=False, outcome="failed", reason=reason))
+    turn.do(End(outcome="failed", reason=reason))
+
+
+def failed(turn: Turn, worker: str, message: Failed) -> None:
+    """A member could not prepare."""
+    proposal = turn.state.proposal
+    if proposal is not None and proposal.phase in (Phase.PREPARING, Phase.READY):
+        abort(turn, f"{turn.name(worker)}: {message.reason}")
+
+
+def late(turn: Turn) -> None:
+    """A proposal's deadline has passed."""
+    proposal, world = turn.state.proposal, turn.state.world
+    if proposal is None or turn.now < proposal.deadline:
+        return
+    waited = f"in {turn.now - proposal.began:.0f} s"
+    if proposal.phase is Phase.PREPARING:
+        silent = _names(proposal) - proposal.prepared
+        hung = frozenset(name for name in silent if world is not None and name not in world.ranks)
+        names = ", ".join(map(turn.name, sorted(silent)))
+        abort(turn, f"{names} did not get ready {waited}", kill=hung)
+    elif proposal.phase is Phase.PROPOSED:
+        abort(
+            turn,
+            f"{turn.state.reason}, not {waited}"
+            if proposal.target is None
+            else f"no answer to Check {waited}",
+        )
+    elif proposal.phase is Phase.READY and world is not None:
+        heard = proposal.seen if proposal.step is None else proposal.armed
+        names = ", ".join(turn.name(worker) for worker in world.ranks if worker not in heard)
+        abort(turn, f"{names} did not say where it is in {ARM_TIMEOUT_S:g} s")
+
+
+def _last_resize(turn: Turn, outcome: str, reason: str) -> dict[str, object]:
+    proposal, old = turn.state.proposal, turn.state.world
+    assert proposal is not None
+    assert proposal.wish is not None
+    assert old is not None
+    target, generation = _aimed(proposal)
+    votes = proposal.votes.values()
+    world = describe_world(target.layout, len(target.ranks))
+    return {
+        "from": {"generation": old.generation, **old.as_dict()},
+        "to": {"generation": generation, **world},
+        "cause": proposal.wish.cause,
+        "outcome": outcome,
+        "reason": reason or target.note,
+        "pause_s": max((vote.pause_s for vote in votes), default=0.0),
+        "phases": {
+            "prepare_s": proposal.prepare_s,
+            "arm_s": max((vote.arm_s for vote in votes), default=0.0),
+            "transfer_s": max((vote.transfer_s for vote in votes), default=0.0),
+            "commit_s": max((vote.commit_s for vote in votes), default=0.0),
+        },
+        "bytes_moved": sum(vote.bytes_moved for vote in votes),
+        "bytes_local": sum(vote.bytes_local for vote in votes),
+        "peak_extra_bytes": max((vote.peak_extra_bytes for vote in votes), default=0),
+    }
+
+
+def _but_reason(values: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if name != "reason"}
+
+
+def _aimed(proposal: Proposal) -> tuple[Target, int]:
+    assert proposal.target is not None
+    assert proposal.generation is not None
+    return proposal.target, proposal.generation
+
+
+def _names(proposal: Proposal) -> frozenset[str]:
+    assert proposal.target is not None
+    return frozenset(member.worker for member in proposal.target.members)

@@ -1,0 +1,351 @@
+"""What the controller knows, what can happen to it, and what it can ask its shell to do. Values only."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from liverun.layout import Layout
+from liverun.messages import Member, Message, Switched
+
+
+class Phase(enum.StrEnum):
+    """Where a generation is on its way."""
+
+    PROPOSED = "proposed"
+    PREPARING = "preparing"
+    READY = "ready"
+    ARMED = "armed"
+    SWITCHING = "switching"
+    ACTIVE = "active"
+    RETIRED = "retired"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One worker process of the job."""
+
+    id: str
+    pid: int
+    boot_rank: int | None
+    """the rank it was started with, none for one started as a standby"""
+    joined: bool = False
+    """it has said Hello"""
+    state: str = "starting"
+    """``starting``, ``standby``, ``ranked`` or ``leaving``"""
+    layout: Layout | None = None
+    """what its script passed to join()"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The active world."""
+
+    generation: int
+    layout: Layout
+    ranks: tuple[str, ...]
+    """worker ids, by rank"""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what status and events show of it."""
+        return describe_world(self.layout, len(self.ranks))
+
+
+def describe_world(layout: Layout, size: int) -> dict[str, Any]:
+    """Size and layout, dp included."""
+    axes = layout.as_dict()
+    return {
+        "size": size,
+        "layout": {"tp": axes.pop("tp"), "pp": axes.pop("pp"), "dp": layout.dp(size), **axes},
+    }
+
+
+def short_world(layout: Layout, size: int) -> str:
+    """``4 workers, tp=2, dp=2``."""
+    named = ", ".join(f"{axis}={number}" for axis, number in layout.as_dict().items() if number != 1)
+    workers = f"{size} worker" + ("s" if size != 1 else "")
+    return f"{workers}, {named + ', ' if named else ''}dp={layout.dp(size)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What someone wants the world to be."""
+
+    id: int
+    workers: int | None = None
+    layout: Layout | None = None
+    replace: str | None = None
+    """id or rank of a worker to put a standby in place of"""
+    timeout_s: float = 60.0
+    """how long preparing may take"""
+    cause: str = "resize"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A world to be."""
+
+    ranks: tuple[str, ...]
+    layout: Layout
+    members: tuple[Member, ...]
+    note: str
+    """why this target, for a person"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A generation on its way, from PROPOSED to the commit."""
+
+    wish: Wish | None
+    """none for the first world"""
+    began: float
+    deadline: float
+    phase: Phase = Phase.PROPOSED
+    target: Target | None = None
+    """none until enough standbys have joined"""
+    generation: int | None = None
+    prepared: frozenset[str] = frozenset()
+    prepare_s: float = 0.0
+    seen: Mapping[str, int] = field(default_factory=dict)
+    """steps said by the old world since READY, or since the last Cancel"""
+    step: int | None = None
+    """the step of the Arm that is out"""
+    armed: frozenset[str] = frozenset()
+    margin: int = 2
+    tries: int = 0
+    votes: Mapping[str, Switched] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
+    """joiners that ended while switching"""
+    retired: Mapping[str, bool] = field(default_factory=dict)
+    """members that said Retired before the last vote was in; whether they leave"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retiring:
+    """The world before the active one, until nothing of it is left."""
+
+    generation: int
+    waiting: frozenset[str]
+    deadline: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """Everything decisions are made from."""
+
+    nproc: int
+    standbys: int
+    host: str = "127.0.0.1"
+    layout: Layout | None = None
+    """what the launcher was told with --layout"""
+    max_restarts: int = 0
+    restarts: int = 0
+    began: float | None = None
+    """when the first worker was started"""
+    phase: str = "starting"
+    """``starting``, ``running`` or ``ending``"""
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)
+    world: World | None = None
+    proposal: Proposal | None = None
+    queued: Wish | None = None
+    retiring: Retiring | None = None
+    done_ranks: frozenset[str] = frozenset()
+    """ranked workers that have exited 0"""
+    standbys_started: bool = False
+    barren: int = 0
+    """standbys in a row that ended before they joined"""
+    last_resize: Mapping[str, Any] | None = None
+    reason: str = "the workers are starting"
+
+
+# --- what can happen -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A worker was forked."""
+
+    worker: str
+    pid: int
+    boot_rank: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A worker sent a message."""
+
+    worker: str
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exited:
+    """A worker ended."""
+
+    worker: str
+    code: int
+    """negative: the signal"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wished:
+    """Someone asks for another world."""
+
+    wish: Wish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbered:
+    """The store gave the proposal its generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOpened:
+    """The c10d store of a generation listens."""
+
+    generation: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreFailed:
+    """The c10d store of a generation could not be started."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """The store has recorded a generation as active, or refused to."""
+
+    generation: int
+    won: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAsked:
+    """The job is to end: by ``liverun stop`` or by a signal."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Started | Said | Exited | Wished | Numbered | StoreOpened | StoreFailed | Committed | StopAsked | Tick
+
+
+# --- what can be asked of the shell --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Send a message to a worker."""
+
+    worker: str
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """Take the next generation number; answered by Numbered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenStore:
+    """Start the c10d store of a generation; answered by StoreOpened or StoreFailed."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseStore:
+    """End the c10d store of a generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """Record the new world by compare-and-set; answered by Committed."""
+
+    old: int | None
+    world: World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Append an event; also shown to whoever made the wish."""
+
+    kind: str
+    generation: int
+    reason: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    wish: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The final word on a wish."""
+
+    wish: int
+    ok: bool
+    outcome: str
+    """``active``, ``unchanged``, ``refused``, ``aborted`` or ``failed``"""
+    reason: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Fork this many further standbys."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """Kill a worker that hangs."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """Kill every worker and start the whole world again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The job is over: ``finished``, ``failed`` or ``stopped``. Workers that are left are to be ended."""
+
+    outcome: str
+    reason: str
+    worker: str | None = None
+    rank: int | None = None
+    code: int | None = None
+
+
+Action = Send | Number | OpenStore | CloseStore | Commit | Record | Answer | Fork | Kill | Restart | End
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The next state, what to do now, and why."""
+
+    state: JobState
+    actions: tuple[Action, ...]
+    reason: str

@@ -1,0 +1,132 @@
+"""What ``liverun run`` was asked, read once and checked once."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from liverun.layout import Layout
+
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+DEFAULT_SHUTDOWN_TIMEOUT_S = 30.0
+
+
+class UsageError(Exception):
+    """The user's mistake, in one sentence; exit code 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Everything the agent of a job needs to know."""
+
+    mode: str
+    """``script``, ``module`` or ``program``"""
+    argv: tuple[str, ...]
+    nproc: int
+    """ranked workers of the first world"""
+    standbys: int
+    layout: Layout | None
+    job: str | None
+    root: Path
+    """folder of all jobs"""
+    log_dir: Path | None
+    staging_bytes: int
+    max_restarts: int
+    shutdown_timeout_s: float
+    host: str
+    """the address that a world's store listens at"""
+    port: int
+    """port of the first world's store; 0 takes a free one"""
+    rdzv_id: str
+    preload: str
+    monitor_interval_s: float
+    environ: Mapping[str, str]
+    """the environment workers start from"""
+
+
+def parse_nnodes(text: str) -> None:
+    """Accept one node. Raises ``UsageError`` for anything else."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if match is None:
+        raise UsageError(f"--nnodes {text!r} is neither N nor MIN:MAX")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if low < 1 or high < low:
+        raise UsageError(f"--nnodes {text} asks for no possible number of nodes")
+    if (low, high) != (1, 1):
+        raise UsageError(f"--nnodes {text}: this version runs on one node only; use --nnodes 1")
+
+
+def parse_nproc(text: str, *, num_cpus: int, num_gpus: int) -> int:
+    """Read ``--nproc-per-node``: a number, ``auto``, ``cpu`` or ``gpu``. Raises ``UsageError``."""
+    word = text.strip().lower()
+    if word == "auto":
+        return num_gpus or num_cpus
+    if word == "cpu":
+        return num_cpus
+    if word == "gpu":
+        if num_gpus == 0:
+            raise UsageError("--nproc-per-node gpu: no GPU is visible on this node")
+        return num_gpus
+    if not word.isdecimal() or int(word) < 1:
+        raise UsageError(f"--nproc-per-node {text!r} is neither a number of at least 1 nor auto, cpu or gpu")
+    return int(word)
+
+
+def parse_bytes(text: str) -> int:
+    """Read ``512MiB``, ``2GB`` or plain bytes. Raises ``UsageError``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS:
+        raise UsageError(f"{text!r} is not a size; write it like 512MiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def parse_layout(text: str | None) -> Layout | None:
+    """Read ``--layout``. Raises ``UsageError``."""
+    if not text:
+        return None
+    try:
+        return Layout.parse(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_job_id(text: str | None) -> str | None:
+    """Accept an id that can name a folder. Raises ``UsageError``."""
+    if not text:
+        return None
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text):
+        raise UsageError(f"--job {text!r}: use up to 64 letters, digits, '.', '_' and '-'")
+    return text
+
+
+def count_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores this process may use: affinity, and the cgroup's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        if quota != "max":
+            allowed = min(allowed, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return allowed
+
+
+def count_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """GPUs of this node that ``CUDA_VISIBLE_DEVICES`` lets through, without loading a driver library."""
+    present = sum(1 for path in devices.glob("nvidia[0-9]*") if path.name[6:].isdecimal())
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    chosen = [part for part in visible.split(",") if part.strip() and part.strip() != "-1"]
+    return min(present, len(chosen))
+
+
+def omp_threads(environ: Mapping[str, str], num_workers: int, num_cpus: int) -> int | None:
+    """Threads for each worker when ``OMP_NUM_THREADS`` is not set: the node's cores, shared out."""
+    if environ.get("OMP_NUM_THREADS"):
+        return None
+    return max(1, num_cpus // num_workers)

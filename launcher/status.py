@@ -1,0 +1,61 @@
+"""The status object: what ``liverun status --json`` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.decide import JOIN_PATIENCE_S, has_joined
+from launcher.model import JobState
+
+SCHEMA_VERSION = 1
+
+
+def job_state(state: JobState, now: float) -> str:
+    """``starting``, ``running``, ``resizing`` or ``stopping``."""
+    if state.phase == "ending":
+        return "stopping"
+    if state.world is not None:
+        return "resizing" if state.proposal is not None else "running"
+    plain = state.began is not None and now > state.began + JOIN_PATIENCE_S and not has_joined(state)
+    return "running" if plain else "starting"
+
+
+def status_object(state: JobState, *, job: str, host: str, now: float) -> dict[str, Any]:
+    """The job as it is now."""
+    world = state.world
+    ranks = {worker: rank for rank, worker in enumerate(world.ranks)} if world else {}
+    rows = []
+    for worker in state.workers.values():
+        rank = ranks.get(worker.id, None if world else worker.boot_rank)
+        rows.append({"id": worker.id, "pid": worker.pid, "rank": rank, "state": worker.state})
+    rows.sort(key=lambda row: (row["rank"] is None, row["rank"] or 0))
+    word = job_state(state, now)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "job": job,
+        "state": word,
+        "reason": state.reason,
+        "generation": world.generation if world else 0,
+        "step": max(state.steps.values(), default=None),
+        "world": world.as_dict() if world else None,
+        "nodes": [
+            {
+                "id": "n0",
+                "host": host,
+                "state": "leaving" if word == "stopping" else "active",
+                "workers": rows,
+                "standbys": sum(row["state"] == "standby" for row in rows),
+            }
+        ],
+        "restarts": {"used": state.restarts, "max": state.max_restarts},
+        "proposal": None
+        if state.proposal is None
+        else {"generation": state.proposal.generation, "phase": state.proposal.phase.value},
+        "last_resize": state.last_resize,
+    }
+
+
+def ended_status(status: dict[str, Any], *, state: str, reason: str, exit_code: int | None) -> dict[str, Any]:
+    """The last status of a job that has ended."""
+    nodes = [{**node, "state": "gone", "workers": [], "standbys": 0} for node in status.get("nodes", [])]
+    return {**status, "state": state, "reason": reason, "exit_code": exit_code, "nodes": nodes}

@@ -1,0 +1,89 @@
+"""One decision in the making: the state as it becomes, and the actions gathered on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from launcher.model import Action, Decision, Fork, JobState, Proposal, Record, Send, Worker
+from liverun.messages import Message
+
+
+class Turn:
+    """Mutable only while one event is decided."""
+
+    def __init__(self, now: float, state: JobState) -> None:
+        self.now = now
+        self.state = state
+        self.actions: list[Action] = []
+
+    def decision(self) -> Decision:
+        """What was decided."""
+        return Decision(state=self.state, actions=tuple(self.actions), reason=self.state.reason)
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the state."""
+        self.state = replace(self.state, **changes)
+
+    def set_proposal(self, **changes: Any) -> Proposal:
+        """Change fields of the present proposal."""
+        assert self.state.proposal is not None
+        proposal = replace(self.state.proposal, **changes)
+        self.set(proposal=proposal)
+        return proposal
+
+    def set_worker(self, worker: str, **changes: Any) -> None:
+        """Change fields of a worker."""
+        workers = dict(self.state.workers)
+        workers[worker] = replace(workers[worker], **changes)
+        self.set(workers=workers)
+
+    def drop_worker(self, worker: str) -> Worker:
+        """Forget a worker that has ended."""
+        workers = dict(self.state.workers)
+        dropped = workers.pop(worker)
+        self.set(workers=workers)
+        return dropped
+
+    def do(self, action: Action) -> None:
+        """Ask the shell for something."""
+        self.actions.append(action)
+
+    def send(self, worker: str, message: Message) -> None:
+        """Send to a worker that is there and listens."""
+        known = self.state.workers.get(worker)
+        if known is not None and known.joined:
+            self.do(Send(worker=worker, message=message))
+
+    def record(
+        self, kind: str, reason: str, *, generation: int | None = None, wish: int | None = None, **fields: Any
+    ) -> None:
+        """Write an event; its reason becomes the job's. ``wish``: who is to see it, else whose generation it is."""
+        proposal = self.state.proposal
+        if generation is None:
+            generation = self.state.world.generation if self.state.world else 0
+        if (
+            wish is None
+            and proposal is not None
+            and proposal.generation == generation
+            and proposal.wish is not None
+        ):
+            wish = proposal.wish.id
+        self.set(reason=reason)
+        self.do(Record(kind=kind, generation=generation, reason=reason, fields=fields, wish=wish))
+
+    def fill_pool(self) -> None:
+        """Ask for standbys up to the node's slots, once the script is known to join."""
+        state = self.state
+        missing = state.nproc + state.standbys - len(state.workers) - len(state.done_ranks)
+        if state.standbys_started and state.phase != "ending" and state.barren < 3 and missing > 0:
+            self.do(Fork(count=missing))
+
+    def name(self, worker: str) -> str:
+        """A worker as people should read it, with its rank if it has one."""
+        world, proposal = self.state.world, self.state.proposal
+        if world is not None and worker in world.ranks:
+            return f"worker {worker} (rank {world.ranks.index(worker)})"
+        if proposal is not None and proposal.target is not None and worker in proposal.target.ranks:
+            return f"worker {worker} (to be rank {proposal.target.ranks.index(worker)})"
+        return f"worker {worker}"

@@ -1,0 +1,331 @@
+"""The template: a process that has imported everything, and that workers are forked from.
+
+Started by the agent with one end of a socket pair as ``--fd``. It is single-threaded and never touches CUDA, so that
+forking it is safe and takes milliseconds. Over the socket go JSON lines:
+
+1. template -> agent ``{"ready": true, "import_s": 3.1}`` once everything is imported.
+2. agent -> template ``{"id": 7, "op": "worker", ...}`` (fields of :class:`WorkerTask`) or
+   ``{"id": 8, "op": "store", "host": "127.0.0.1", "port": 0}``.
+3. template -> agent ``{"id": 7, "pid": 4711}``, for a store with its ``port`` too, or ``{"id": 8, "error": "..."}``.
+
+A child is forked twice, so that it becomes a child of the agent (a subreaper), which reaps it itself: workers live on
+when the template crashes, and die with their agent. When the agent is gone, the template first kills whatever still
+carries this job's id in its environment (data-loading processes of killed workers, for example), then ends.
+
+Nothing here imports the launcher: a user's own ``launcher.py`` beside the script must keep working.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+PRELOAD_ALWAYS = ("torch", "megatron.core", "liverun", "resharding")
+"""imported when installed, before what the user asks for"""
+PR_SET_PDEATHSIG = 1
+ADOPTION_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerTask:
+    """What one forked worker is to do."""
+
+    mode: str
+    """``script`` (a path), ``module`` (a name, as after ``python -m``) or ``program`` (anything executable)"""
+    argv: Sequence[str]
+    """the script, module or program, then its arguments"""
+    env: Mapping[str, str]
+    """the whole environment"""
+    cwd: str
+    stdout: str
+    """path of the file that standard output is appended to"""
+    stderr: str
+
+    def run(self, agent_pid: int) -> None:
+        """Become the worker. Returns, or raises ``SystemExit``, when the script has ended."""
+        os.setsid()
+        os.environ.clear()
+        os.environ.update(self.env)
+        self._redirect()
+        adopt(agent_pid)
+        os.chdir(self.cwd)
+        reset_signals()
+        if self.mode == "program":
+            try:
+                os.execvpe(self.argv[0], list(self.argv), dict(self.env))  # noqa: S606
+            except OSError as error:
+                sys.stderr.write(f"liverun: cannot start {self.argv[0]}: {error.strerror}\n")
+                sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+        run_as_main(self.mode, list(self.argv))
+
+    def _redirect(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        for fd, path, how in ((0, os.devnull, os.O_RDONLY), (1, self.stdout, flags), (2, self.stderr, flags)):
+            opened = os.open(path, how, 0o600)
+            os.dup2(opened, fd)
+            os.close(opened)
+        if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stderr, io.TextIOWrapper):
+            # a file is block-buffered by default: a user would see a step's line minutes late
+            sys.stdout.reconfigure(line_buffering=True)
+            sys.stderr.reconfigure(line_buffering=True)
+
+
+# --- the child's side ----------------------------------------------------------------------------------------------
+
+
+def adopt(agent_pid: int) -> None:
+    """Wait until the agent is the parent, then ask the kernel to be killed with it. Ends if the agent is gone."""
+    first_parent = os.getppid()
+    deadline = time.monotonic() + ADOPTION_TIMEOUT_S
+    while os.getppid() != agent_pid:
+        if os.getppid() not in (first_parent, agent_pid) or time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.0005)
+    die_with_parent()
+    if os.getppid() != agent_pid:
+        os._exit(1)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent ends (prctl(2), Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def reset_signals() -> None:
+    """Give every signal the handler that a fresh python has."""
+    for number in signal.valid_signals():
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def run_as_main(mode: str, argv: list[str]) -> None:
+    """Run a script or module as ``python`` would, report what it raises as ``python`` would, then exit.
+
+    Raises ``SystemExit`` with the script's exit code; returns for one that ran to its end.
+    """
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    vars(main)["__builtins__"] = builtins
+    try:
+        if mode == "module":
+            sys.argv = ["-m", *argv[1:]]
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109  (what python -m does)
+            runpy._run_module_as_main(argv[0])  # type: ignore[attr-defined]
+            return
+        script = argv[0]
+        sys.argv = argv
+        if Path(script).is_dir() or script.endswith((".zip", ".pyz")):
+            runpy.run_path(script, run_name="__main__")
+            return
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        try:
+            with io.open_code(str(Path(script).absolute())) as file:
+                source = file.read()
+        except OSError as error:
+            sys.stderr.write(
+                f"{sys.executable}: can't open file {script!r}: [Errno {error.errno}] {error.strerror}\n"
+            )
+            sys.exit(2)
+        vars(main).update(__file__=script, __spec__=None, __cached__=None, __package__=None)
+        exec(compile(source, script, "exec"), vars(main))  # noqa: S102
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  (what the interpreter itself does at the top)
+        report_uncaught(error)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        sys.exit(1)
+
+
+def report_uncaught(error: BaseException) -> None:
+    """Print a traceback without our own frames, and leave the error file that torch's launcher would read."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
+        frames = frames.tb_next
+    error = error.with_traceback(frames)
+    sys.excepthook(type(error), error, frames)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        text = "".join(traceback.format_exception(error))
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))
+
+
+def serve_store(listener: socket.socket, agent_pid: int) -> None:
+    """Be the c10d store of a world. It starts with its first client, so a script that needs none costs nothing."""
+    os.setsid()
+    adopt(agent_pid)
+    reset_signals()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    select.select([listener], [], [])
+    torch_distributed = importlib.import_module("torch.distributed")
+    host, port = listener.getsockname()[:2]
+    store = torch_distributed.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, use_libuv=True, master_listen_fd=listener.detach()
+    )
+    while store is not None:
+        signal.pause()
+
+
+# --- the template's side -------------------------------------------------------------------------------------------
+
+
+class Template:
+    """Serves requests until the agent is gone. Returns to the caller in a forked worker, to run with a clean stack."""
+
+    def __init__(self, connection: socket.socket, agent_pid: int) -> None:
+        self._connection = connection
+        self._agent_pid = agent_pid
+
+    def serve(self) -> WorkerTask | None:
+        """Answer requests. In a child that is to be a worker: returns its task. In the template: ``None`` at the end."""
+        for line in self._lines():
+            request = json.loads(line)
+            if request["op"] == "worker":
+                names = [field.name for field in fields(WorkerTask)]
+                task = WorkerTask(**{name: request[name] for name in names})
+                pid = self._fork()
+                if pid is None:
+                    self._connection.close()
+                    return task
+                self._say({"id": request["id"], "pid": pid})
+            else:
+                self._store(request)
+        return None
+
+    def _store(self, request: dict[str, Any]) -> None:
+        try:
+            family = socket.getaddrinfo(request["host"], None, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((request["host"], request["port"]))
+            listener.listen(1024)
+        except OSError as error:
+            where = f"{request['host']}:{request['port']}"
+            self._say({"id": request["id"], "error": f"cannot listen at {where}: {error.strerror or error}"})
+            return
+        pid = self._fork()
+        if pid is None:
+            self._connection.close()
+            try:
+                serve_store(listener, self._agent_pid)
+            finally:
+                os._exit(1)
+        self._say({"id": request["id"], "pid": pid, "port": listener.getsockname()[1]})
+        listener.close()
+
+    def _fork(self) -> int | None:
+        """Fork twice; the pid of the grandchild, or ``None`` in it."""
+        reading, writing = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # a BLAS may hold idle threads; it re-makes them
+            middle = os.fork()
+            if middle == 0:
+                pid = os.fork()
+                if pid == 0:
+                    os.close(reading)
+                    os.close(writing)
+                    return None
+                os.write(writing, str(pid).encode())
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            text = pipe.read()
+        os.waitpid(middle, 0)
+        return int(text)
+
+    def _lines(self) -> Iterator[bytes]:
+        with self._connection.makefile("rb") as stream:
+            yield from stream
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def kill_left_behind(job: str) -> None:
+    """Kill every process of ours that carries this job's id in its environment, but for this one."""
+    mark = f"LIVERUN_JOB={job}".encode()
+    for _ in range(20):
+        found = False
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found = True
+                    os.kill(int(entry.name), signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.02)
+
+
+def preload(names: str) -> float:
+    """Import what workers need; the seconds it took. ``none`` leaves all of it to the workers."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    started = time.monotonic()
+    if names != "none":
+        for name in PRELOAD_ALWAYS:
+            if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                importlib.import_module(name)
+        for name in filter(None, names.split(",")):
+            importlib.import_module(name.strip())
+    gc.collect()
+    gc.freeze()
+    return time.monotonic() - started
+
+
+def main() -> None:
+    """Entry of the template process; in a forked worker it goes on as the worker."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--agent", type=int, required=True)
+    parser.add_argument("--job", required=True)
+    options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # the agent decides; it closes the socket
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=options.fd)
+    connection.set_inheritable(False)
+    import_s = preload(os.environ.get("LIVERUN_PRELOAD", ""))
+    connection.sendall(json.dumps({"ready": True, "import_s": round(import_s, 3)}).encode() + b"\n")
+    task = Template(connection, options.agent).serve()
+    if task is not None:
+        task.run(options.agent)
+    elif os.getppid() != options.agent:
+        kill_left_behind(options.job)
+
+
+if __name__ == "__main__":
+    main()
