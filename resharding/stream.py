@@ -229,7 +229,8 @@ class _Wire:
         if not tensor.is_contiguous() or tensor.device != self._transport.device:
             return None
         self.num_direct += 1
-        return tensor.view(-1)[part.first : part.last].view(torch.uint8)
+        at = tensor.storage_offset() + part.first  # view(-1) would keep an odd stride of an axis of size 1
+        return tensor.as_strided((part.last - part.first,), (1,), at).view(torch.uint8)
 
     def _packed(self, message: _Message, buffer: torch.Tensor) -> torch.Tensor:
         """Return the message's bytes, from the storage itself or gathered into ``buffer``."""

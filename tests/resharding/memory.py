@@ -30,7 +30,7 @@ class Post:
 class Network:
     """Posts of all ranks; a pair's posts match in order, and sizes have to agree."""
 
-    def __init__(self, timeout_s: float = 20.0, *, serial: bool = False) -> None:
+    def __init__(self, timeout_s: float = 5.0, *, serial: bool = False) -> None:
         self._lock = threading.Lock()
         self._posts: dict[tuple[int, int, bool], deque[Post]] = defaultdict(deque)
         self._timeout_s = timeout_s

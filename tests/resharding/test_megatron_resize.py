@@ -7,6 +7,7 @@ import math
 
 import bed
 import memory
+import oracle
 import pytest
 import torch
 from bed import Model, Rank, Split
@@ -57,6 +58,12 @@ def _bridge(ranks: list[Rank], size: int) -> list[Holding]:
     return [rank.holding for rank in ranks] + [Holding.of([])] * (size - len(ranks))
 
 
+def _canonical(ranks: list[Rank]) -> dict[str, torch.Tensor]:
+    return oracle.merge_dumps(
+        {"ranks": rank.ranks, "entries": list(oracle._entries(rank.chunks, rank.optimizer))} for rank in ranks
+    )
+
+
 @pytest.mark.parametrize(("name", "before", "after"), PAIRS, ids=lambda value: str(value))
 def test_every_element_of_the_new_world_is_that_of_the_old(name: str, before: Split, after: Split) -> None:
     old, new = _source(name, before), bed.world(MODELS[name], after, empty=True)
@@ -71,5 +78,8 @@ def test_every_element_of_the_new_world_is_that_of_the_old(name: str, before: Sp
     assert [line for target in targets for line in bed.wrong(target)] == []
     assert [line for source in sources for line in bed.wrong(source)] == []
     assert max(report.staging_bytes for report in reports) <= 8192
+    was, now = _canonical(old), _canonical(new)
+    assert was.keys() == now.keys()
+    assert [key for key in was if not torch.equal(was[key], now[key])] == []
     if before == after:
         assert totals_of(plans, hosts).bytes_moved == 0
