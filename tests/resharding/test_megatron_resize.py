@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+from dataclasses import replace
 
 import bed
 import memory
@@ -12,7 +12,7 @@ import pytest
 import torch
 from bed import Model, Rank, Split
 
-from resharding.boxes import Box, Holding, decode_boxes
+from resharding.boxes import Holding, Piece, decode_boxes
 from resharding.plan import Unplannable, plan_all, plan_for, totals_of
 
 MODELS = {
@@ -83,3 +83,76 @@ def test_every_element_of_the_new_world_is_that_of_the_old(name: str, before: Sp
     assert [key for key in was if not torch.equal(was[key], now[key])] == []
     if before == after:
         assert totals_of(plans, hosts).bytes_moved == 0
+
+
+@pytest.mark.parametrize("rows", [64, 80, 96])
+def test_a_vocabulary_padded_for_another_tp_keeps_its_rows_and_new_padding_is_zero(rows: int) -> None:
+    model = MODELS["bf16"]
+    old = _source("bf16", Split(tp=2, dp=2))
+    new = bed.world(replace(model, vocab=rows), Split(tp=4, pp=2), empty=True)
+    sources, targets = _bridge(old, 8), _bridge(new, 8)
+    for target in targets:
+        bed.poison(target)
+    plans = plan_all([side.boxes for side in sources], [side.boxes for side in targets], ["a"] * 8)
+    memory.stream_all(plans, sources, targets, staging_bytes=1 << 16)
+    was, now = _canonical(old), _canonical(new)
+    assert {key for key in now if now[key].shape != was[key].shape} == (
+        set() if rows == 64 else {key for key in now if ("embedding" in key or "output_layer.weight" in key)}
+        - {key for key in now if key.startswith("step/")}
+    )
+    for key, value in now.items():
+        kept = min(len(value), len(was[key]))
+        assert torch.equal(value[:kept], was[key][:kept]), key
+        assert not value[kept:].any(), key
+
+
+def test_a_wrong_swiglu_split_would_be_seen() -> None:
+    """The check itself: reading fc1 as one tensor, as its shape suggests, interleaves gate and up at another tp."""
+    old, new = _source("fp32", Split(tp=2)), bed.world(MODELS["fp32"], ONE, empty=True)
+    sources, targets = _bridge(old, 2), _bridge(new, 2)
+    naive = [Holding.of([_as_one_tensor(piece, rank, 2) for piece in side.pieces]) for rank, side in enumerate(sources)]
+    plans = plan_all([side.boxes for side in naive], [side.boxes for side in targets], ["a"] * 2)
+    memory.stream_all(plans, naive, targets, staging_bytes=8192)
+    assert any("linear_fc1.weight" in line for target in targets for line in bed.wrong(target))
+    was, now = _canonical(old), _canonical(new)
+    assert all("linear_fc1.weight" in key for key in was if not torch.equal(was[key], now[key]))
+    assert not all(torch.equal(was[key], now[key]) for key in was)
+
+
+def _as_one_tensor(piece: Piece, rank: int, tp: int) -> Piece:
+    box = piece.box
+    if not box.key.startswith("weight/") or "linear_fc1.weight" not in box.key:
+        return piece
+    half, is_up = box.shape[0], box.offset[0] * 2 >= box.global_shape[0]
+    return Piece(box.part((rank * 2 * half + is_up * half, 0), box.shape), piece.view)
+
+
+def test_a_missing_rank_is_noticed() -> None:
+    old, new = _source("bf16", Split(tp=2, dp=2)), _source("bf16", Split(pp=2))
+    with pytest.raises(Unplannable, match="no rank of the old world holds"):
+        plan_all(
+            [rank.holding.boxes for rank in old[:3]] + [[]],
+            [rank.holding.boxes for rank in new] + [[], []],
+            ["a"] * 4,
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_holdings_of_all_ranks_cover_each_tensor_and_ranges_are_disjoint_within_a_replica(name: str) -> None:
+    """Bytes per kind: what a distributed optimizer holds, over one data parallel group, is each element once."""
+    split = Split(tp=2, dp=3)
+    by_kind: dict[str, int] = {}
+    for rank in bed.world(MODELS[name], split):
+        if rank.ranks["tp"] == 0:
+            for box in rank.holding.boxes:
+                kind = box.key.split("/")[0]
+                by_kind[kind] = by_kind.get(kind, 0) + box.numel
+    copies = 1 if MODELS[name].distributed else 3
+    with bed.rank_of(split, 0):
+        chunks, _ = bed.build(MODELS[name], split)
+        numel = sum(p.numel() for p in chunks[0].parameters() if p.requires_grad)
+        numel_all = sum(p.numel() for p in chunks[0].parameters())
+    wanted = {"weight": 3 * numel_all, "exp_avg": copies * numel, "exp_avg_sq": copies * numel}
+    if MODELS[name].dtype != torch.float32:
+        wanted["main"] = copies * numel
+    assert by_kind == wanted
