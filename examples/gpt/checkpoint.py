@@ -28,6 +28,7 @@ def save(args, folder: str, step: int, training) -> None:
     torch.distributed.barrier()
 
 
+@torch.no_grad()
 def load(args, folder: str, training) -> int:
     """Read the newest checkpoint of ``folder`` into ``training`` and return the step it was taken at.
 
@@ -46,8 +47,7 @@ def load(args, folder: str, training) -> int:
     for index, chunk in enumerate(training.model):
         chunk.module.load_state_dict(state[f"model{index}"])
     if fits:
-        _keep_adams_step(training.optimizer)
-        training.optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(training.optimizer, state["optimizer"])
     else:
         training.optimizer.reload_model_params()
     training.scheduler.load_state_dict(state["scheduler"])
@@ -79,16 +79,26 @@ def _give_adam_a_state(optimizer) -> None:
         part._init_optimizer_states_with_dummy_values()
 
 
-def _keep_adams_step(optimizer) -> None:
-    """Work around Megatron: its fully reshardable load forgets that torch's Adam has a step per parameter."""
+def _load_optimizer(optimizer, state: dict) -> None:
+    """Load, and work around what Megatron does to torch's own Adam.
+
+    It has one step a parameter. Megatron's load forgets it on the way, and then gives one tensor to all
+    parameters, which every one of them counts up.
+    """
     for part in _distributed(optimizer):
 
         def set_states(model_param, tensors, part=part, original=part._set_main_param_and_optimizer_states):
             group, order = part.model_param_group_index_map[model_param]
-            state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-            original(model_param, {key: state[key] for key in ("step",) if key in state} | tensors)
+            adam = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+            original(model_param, tensors | {key: adam[key] for key in ("step",) if key in adam})
 
         part._set_main_param_and_optimizer_states = set_states
+    optimizer.load_state_dict(state)
+    for part in _distributed(optimizer):
+        del part._set_main_param_and_optimizer_states
+        for adam in part.optimizer.state.values():
+            if torch.is_tensor(adam.get("step")):
+                adam["step"] = adam["step"].clone()
 
 
 def _split(training) -> dict:

@@ -30,13 +30,12 @@ def main() -> None:
     train, valid = open_datasets(
         args.data_path, args.seq_length, args.seed, num_samples, args.global_batch_size
     )
-    start = StartStep()
 
     def build(world):  # [liverun] called for every world this worker is in
         world.seed(args.seed)
         model = build_model(args, world.layout, world.device)
         optimizer, scheduler = build_optimizer(args, model)
-        return liverun.Training(model=model, optimizer=optimizer, scheduler=scheduler, extra={"start": start})
+        return liverun.Training(model=model, optimizer=optimizer, scheduler=scheduler)
 
     job = liverun.join(  # [liverun] a standby waits here until it is needed
         build,
@@ -49,33 +48,32 @@ def main() -> None:
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
     )
-    while job.unfinished(args.train_steps - start.step):
+    if args.load and job.next_step == 0:  # workers that join later get their state from those that run
+        step = load(args, args.load, job.training)
+        job.resume(step=step, consumed_samples=step * args.global_batch_size)
+    while job.unfinished(args.train_steps):
         with job.step() as step:  # [liverun] the only place where the world may change
-            if step.index == 0 and args.load:
-                start.step = load(args, args.load, job.training)
-            index = start.step + step.index
-            first_sample = index * args.global_batch_size
             eval_loss = None
-            if args.eval_interval and index % args.eval_interval == 0:
+            if args.eval_interval and step.index % args.eval_interval == 0:
                 eval_loss = evaluate(args, job.training.model, valid, step)
             began_s = time.perf_counter()
-            loss, grad_norm = train_step(args, job.training, train, first_sample, step)
+            loss, grad_norm = train_step(args, job.training, train, step)
             step_s = time.perf_counter() - began_s
             step.report(loss=loss, grad_norm=grad_norm)
         measured = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
-        log(args, step, index, first_sample, **measured, began_s=began_s, step_s=step_s)
-        if args.save and (index + 1) % args.save_interval == 0:
-            save(args, args.save, index + 1, job.training)
+        log(args, step, **measured, began_s=began_s, step_s=step_s)
+        if args.save and job.next_step % args.save_interval == 0:
+            save(args, args.save, job.next_step, job.training)
             if args.exit_after_save:
                 break
 
 
-def train_step(args, training, dataset, first_sample, step):
-    """Run one step on the batch that begins at ``first_sample``; return its mean loss and gradient norm."""
+def train_step(args, training, dataset, step):
+    """Run one step on the next global batch; return its mean loss and gradient norm."""
     for chunk in training.model:
         chunk.zero_grad_buffer()
     training.optimizer.zero_grad()
-    loss = forward_backward(args, training.model, dataset, first_sample, step, forward_only=False)
+    loss = forward_backward(args, training.model, dataset, step.consumed_samples, step, forward_only=False)
     _, grad_norm, _ = training.optimizer.step()
     training.scheduler.step(increment=args.global_batch_size)
     return loss, float(grad_norm)
@@ -132,40 +130,34 @@ def loss_function(loss_mask, losses):
     return loss / count, {"loss_and_count": both}
 
 
-class StartStep:
-    """The step a loaded checkpoint was taken at. Workers that join later get it from those that loaded it."""
-
-    step = 0
-
-    def state_dict(self):
-        return {"step": self.step}
-
-    def load_state_dict(self, state_dict):
-        self.step = state_dict["step"]
-
-
-def log(args, step, index, first_sample, *, loss, grad_norm, eval_loss, began_s, step_s):
+def log(args, step, *, loss, grad_norm, eval_loss, began_s, step_s):
     world = step.world
-    if world.rank == 0 and args.log_interval and index % args.log_interval == 0:
+    if world.rank == 0 and args.log_interval and step.index % args.log_interval == 0:
         print(
-            f"step {index:5d} | loss {loss:.4f} | grad norm {grad_norm:.3f} | {step_s * 1000:.0f} ms"
+            f"step {step.index:5d} | loss {loss:.4f} | grad norm {grad_norm:.3f} | {step_s * 1000:.0f} ms"
             f" | {world.world_size} x ({world.layout}) | generation {world.generation}",
             flush=True,
         )
     if world.rank == 0 and args.loss_log:
         record = {
-            "step": index, "loss": loss, "grad_norm": grad_norm, "generation": world.generation,
-            "world_size": world.world_size, "layout": str(world.layout), "consumed_samples": first_sample,
-            "began_s": began_s, "step_s": step_s,
-        }  # fmt: skip
+            "step": step.index,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "generation": world.generation,
+            "world_size": world.world_size,
+            "layout": str(world.layout),
+            "consumed_samples": step.consumed_samples,
+            "began_s": began_s,
+            "step_s": step_s,
+        }
         append_line(Path(args.loss_log), record if eval_loss is None else {**record, "eval_loss": eval_loss})
     if args.sample_log and reads_data():
         ids = [
             sample
             for micro_batch in range(step.num_microbatches)
-            for sample in sample_ids(first_sample, micro_batch, args.micro_batch_size)
+            for sample in sample_ids(step.consumed_samples, micro_batch, args.micro_batch_size)
         ]
-        record = {"step": index, "generation": world.generation, "rank": world.rank, "ids": ids}
+        record = {"step": step.index, "generation": world.generation, "rank": world.rank, "ids": ids}
         append_line(Path(args.sample_log) / f"{socket.gethostname()}-{os.getpid()}.jsonl", record)
 
 
