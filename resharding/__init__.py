@@ -1,0 +1,1 @@
+"""State of a job under any layout: boxes, the plan that moves them, and the stream that does."""

@@ -47,7 +47,7 @@ class Box:
     """A hyper-rectangle ``[offset, offset + shape)`` of the global tensor ``key``."""
 
     key: str
-    """canonical name, the same under every layout, such as ``exp_avg/decoder.layers.3.mlp.linear_fc2.weight``"""
+    """canonical name, the same under every layout: ``exp_avg/decoder.layers.3.mlp.linear_fc2.weight``"""
     dtype: str
     """torch's name of the element type, such as ``float32``"""
     global_shape: Shape

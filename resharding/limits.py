@@ -59,7 +59,10 @@ def _layers_misfit(config: Any, pp: int, vpp: int) -> str | None:
         built_pp = getattr(config, "pipeline_model_parallel_size", pp)
         built_vpp = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
         if (pp, vpp) != (built_pp, built_vpp):
-            return f"pipeline_model_parallel_layout is written for pp={built_pp},vpp={built_vpp}, not pp={pp},vpp={vpp}"
+            return (
+                f"pipeline_model_parallel_layout is written for pp={built_pp},vpp={built_vpp}, "
+                f"not pp={pp},vpp={vpp}"
+            )
         return None
     layers = getattr(config, "num_layers", None)
     if layers is None:
@@ -73,8 +76,8 @@ def _layers_misfit(config: Any, pp: int, vpp: int) -> str | None:
         stages = pp - (first is not None) - (last is not None)
         if between < 0 or (between % stages if stages else between):
             return (
-                f"num_layers={layers} with {first or 0} in the first and {last or 0} in the last stage leaves "
-                f"{between} layers, which do not spread over {stages} further stages of pp={pp}"
+                f"num_layers={layers} with {first or 0} in the first and {last or 0} in the last stage "
+                f"leaves {between} layers, which do not spread over {stages} further stages of pp={pp}"
             )
         sizes = {"first": first, "last": last, "middle": between // stages if stages else None}
         for name, size in sizes.items():
@@ -87,5 +90,8 @@ def _layers_misfit(config: Any, pp: int, vpp: int) -> str | None:
     )
     if (layers + extra) % (pp * vpp):
         counted = f" (and {extra} for embedding and loss)" if extra else ""
-        return f"num_layers={layers}{counted} cannot be split over pp={pp},vpp={vpp}; it has to be a multiple of {pp * vpp}"
+        return (
+            f"num_layers={layers}{counted} cannot be split over pp={pp},vpp={vpp}; "
+            f"it has to be a multiple of {pp * vpp}"
+        )
     return None

@@ -1,5 +1,4 @@
-"""What a Megatron model and its optimizer hold, as boxes. The only module of the package that imports
-Megatron.
+"""What a Megatron model and its optimizer hold, as boxes; the one module here that imports Megatron.
 
 Names and places come from Megatron's own ``sharded_state_dict()``, so that every model it can checkpoint
 works and no table of parameter names exists here. Where a parameter is kept in parts with places of their own
@@ -88,8 +87,7 @@ def holding_of(model_chunks: Sequence[torch.nn.Module], optimizer: Any | None) -
 
 
 def settle(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Make every parameter complete after an optimizer step, where DDP puts that off
-    (``overlap_param_gather``).
+    """Complete every parameter after an optimizer step, where DDP puts that off (``overlap_param_gather``).
 
     A collective over the data parallel ranks: all members of the old world call it at the boundary, before
     their weights are read. Does nothing where parameters are complete. Training may go on afterwards.
@@ -102,8 +100,10 @@ def settle(model_chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def misfit_of(model_chunks: Sequence[torch.nn.Module], sizes: Mapping[str, int]) -> str | None:
-    """Say in one sentence why this model cannot be split by ``sizes`` (tp, pp, vpp, cp, ep, etp), or
-    ``None``."""
+    """Say in one sentence why this model cannot be split so, or ``None`` if it can.
+
+    ``sizes`` has any of tp, pp, vpp, cp, ep, etp. The vocabulary is not judged: scripts pad it for every tp.
+    """
     configs = (getattr(_unwrapped(chunk), "config", None) for chunk in model_chunks)
     config = next((config for config in configs if config is not None), None)
     known = {name: sizes[name] for name in ("tp", "pp", "vpp", "cp", "ep", "etp") if name in sizes}
@@ -127,8 +127,7 @@ def materialize_optimizer_state(optimizer: Any, *, empty: bool = False) -> None:
 
 
 def common_state(optimizer: Any) -> dict[str, Any]:
-    """Return the optimizer's state that is no tensor of a parameter: per group step, lr and weight decay;
-    grad scaler.
+    """Return what the optimizer keeps besides tensors: step, lr, weight decay per group; the grad scaler.
 
     The result is JSON. Groups are named by their settings. A rank that holds no range of a group has ``None``
     for its step. Raises ``Unsupported`` for parameters of one group at different steps.
@@ -318,7 +317,7 @@ def _is_empty(data: Any) -> bool:
     if data is None:
         return True
     if isinstance(data, torch.Tensor):
-        return data.numel() == 0
+        return not data.numel()
     if hasattr(data, "getbuffer"):
         return not bytes(data.getbuffer()[:1])
     return hasattr(data, "__len__") and len(data) == 0
@@ -372,7 +371,10 @@ def _parts_of_tensor(
 
 
 def _grid(key: str, numbers: torch.Tensor) -> tuple[int, Shape]:
-    """Return offset and strides of a tensor of element numbers; raises ``Unsupported`` if they form no grid."""
+    """Return offset and strides of a tensor of element numbers.
+
+    Raises ``Unsupported`` if they form no grid with ascending steps.
+    """
     base = int(numbers[(0,) * numbers.ndim])
     strides: list[int] = []
     expected = torch.full((), base, dtype=torch.int64)
@@ -400,8 +402,7 @@ def _weight(part: _Part) -> Piece:
 
 @dataclass(frozen=True)
 class _Shard:
-    """Elements ``[first, last)`` of a parameter, in C order, and how to reach what the optimizer keeps for
-    them."""
+    """Elements ``[first, last)`` of a parameter, in C order, and what the optimizer keeps for them."""
 
     param: torch.Tensor
     first: int
@@ -415,8 +416,7 @@ class _Shard:
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:
-    """Yield the Megatron optimizers that wrap one torch optimizer each; those without any parameter are left
-    out."""
+    """Yield the Megatron optimizers that wrap one torch optimizer each; empty ones are left out."""
     if isinstance(optimizer, ChainedOptimizer):
         for inner in optimizer.chained_optimizers:
             yield from _leaves(inner)
@@ -504,8 +504,7 @@ def _optimizer_pieces(part: _Part, shard: _Shard) -> Iterator[Piece]:
 
 
 def _states(shard: _Shard) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield name and type of every state with the parameter's shape, those that the first step will make
-    included."""
+    """Yield name and type of each state with the parameter's shape, also those the first step will make."""
     main = shard.main()
     state = shard.optimizer.state.get(main)
     if state:
@@ -540,8 +539,7 @@ def _state_accessor(key: str, shard: _Shard, name: str) -> Callable[[], torch.Te
 
 
 def _boxes_in_range(part: _Part, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield the boxes, in the part's own coordinates, of its elements within ``[first, last)`` of the
-    parameter.
+    """Yield the boxes, in the part's coordinates, of its elements within ``[first, last)`` of the parameter.
 
     A part's elements, taken along its axes from the largest stride to the smallest, come in ascending order
     within the parameter; so a range of the parameter is a range of the part, in that order of axes.
@@ -562,8 +560,7 @@ def _boxes_in_range(part: _Part, first: int, last: int) -> Iterator[tuple[Shape,
 
 
 def _num_before(position: int, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Count elements of a grid, strides descending, that lie before ``position`` (from the grid's first
-    element)."""
+    """Count elements of a grid, strides descending, that lie before ``position`` from its first element."""
     count = 0
     for i, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         span = _extent(shape[i + 1 :], strides[i + 1 :])

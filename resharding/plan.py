@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from resharding.boxes import Box, Shape, overlap, subtract
 
-
 DROPPABLE = ("rng/",)
 """Prefixes of keys that need no place in the new world: a stream of random numbers goes with a rank."""
 

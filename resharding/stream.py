@@ -291,8 +291,7 @@ def _mapped(
 def _slots(
     plan: RankPlan, transfers: Sequence[Transfer], holding: Holding, chunk_bytes: int, sign: int
 ) -> dict[_Slot, _Message]:
-    """Cut the transfers with each peer into messages and give each its slot; ``sign`` is -1 on the receiving
-    side."""
+    """Cut the transfers with each peer into messages and give each its slot; ``sign`` is -1 to receive."""
     by_peer: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         by_peer[transfer.peer].append(transfer)

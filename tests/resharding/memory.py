@@ -78,7 +78,7 @@ def run_threads(bodies: Sequence[Callable[[], Any]]) -> list[Any]:
     def guarded(index: int, body: Callable[[], Any]) -> None:
         try:
             results[index] = body()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=item, daemon=True) for item in enumerate(bodies)]

@@ -8,7 +8,16 @@ import zlib
 import pytest
 
 from resharding import boxes
-from resharding.boxes import Box, Holding, Piece, decode_boxes, encode_boxes, flat_range_boxes, overlap, subtract
+from resharding.boxes import (
+    Box,
+    Holding,
+    Piece,
+    decode_boxes,
+    encode_boxes,
+    flat_range_boxes,
+    overlap,
+    subtract,
+)
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings

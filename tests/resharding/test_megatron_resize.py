@@ -64,7 +64,7 @@ def _canonical(ranks: list[Rank]) -> dict[str, torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize(("name", "before", "after"), PAIRS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "before", "after"), PAIRS, ids=str)
 def test_every_element_of_the_new_world_is_that_of_the_old(name: str, before: Split, after: Split) -> None:
     old, new = _source(name, before), bed.world(MODELS[name], after, empty=True)
     size = max(before.size, after.size)

@@ -54,7 +54,7 @@ def test_views_follow_storage_that_is_replaced(stack):
 
 
 def test_materialized_state_is_what_the_first_step_would_have_made(stack):
-    chunks, optimizer = stack
+    _, optimizer = stack
     inner = optimizer.chained_optimizers[0].optimizer
     megatron.materialize_optimizer_state(optimizer)
     made = {id(param): copy.deepcopy(state) for param, state in inner.state.items()}
@@ -195,7 +195,7 @@ def _factory(data, cut):
         lambda t: [t[:, :1], t[:, 1:]],
         lambda t: [t.t()],
         lambda t: [t.t().contiguous()],
-        lambda t: [t.reshape(3, 2, 2).permute(2, 0, 1).contiguous(), ],
+        lambda t: [t.reshape(3, 2, 2).permute(2, 0, 1).contiguous()],
         lambda t: [t[::2], t[1::2]],
         lambda t: [t[:1].clone(), t[1:].clone()],
     ],
