@@ -192,7 +192,8 @@ class Controller:
             due = next_deadline(self.state)
             timeout = None if due is None else max(0.0, due - time.monotonic())
             try:
-                event: Event = await asyncio.wait_for(self._queue.get(), timeout)
+                async with asyncio.timeout(timeout):
+                    event: Event = await self._queue.get()
             except TimeoutError:
                 event = Tick()
             decision = decide(time.monotonic(), self.state, event)

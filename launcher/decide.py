@@ -93,6 +93,8 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
 
 def next_deadline(state: JobState) -> float | None:
     """When a Tick is due at the latest."""
+    if state.phase == "ending":
+        return None
     times = []
     if state.proposal is not None and state.proposal.phase is not Phase.SWITCHING:
         times.append(state.proposal.deadline)

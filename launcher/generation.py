@@ -290,7 +290,7 @@ def committed(turn: Turn, *, won: bool) -> None:
     else:
         last = _last_resize(turn, "active", "")
         turn.set(last_resize=last)
-        turn.record("active", f"generation {generation}: {text}", generation=generation, **_but_reason(last))
+        turn.record("active", f"generation {generation}: {text}", generation=generation, fields=_but_reason(last))
         assert proposal.wish is not None
         fields = {"generation": generation, "summary": text, **_but_reason(last)}
         reason = turn.state.reason
@@ -370,6 +370,7 @@ def abort(turn: Turn, reason: str, *, kill: frozenset[str] = frozenset()) -> Non
     turn.do(Answer(wish=proposal.wish.id, ok=False, outcome="aborted", reason=reason))
     turn.set(proposal=None)
     for worker in sorted(kill):
+        turn.set_worker(worker, state="leaving")  # not a standby that the next proposal could count on
         turn.do(Kill(worker=worker, reason=reason))
 
 

@@ -86,6 +86,8 @@ class TemplateClient:
         self._lock = asyncio.Lock()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._crashes = 0
+        self._closed = False
+        self._warming: asyncio.Task[None] | None = None
         self.pid: int | None = None
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -108,11 +110,12 @@ class TemplateClient:
                     raise TemplateError(str(answer["error"]))
                 return answer
 
-    async def warm(self) -> None:
-        """Start the template if none runs. Raises what :meth:`ask` raises."""
+    async def _warm(self) -> None:
+        """Replace a template that has crashed before anyone asks for it: it also guards against our own death."""
         async with self._lock:
-            if self._streams is None:
-                with contextlib.suppress(EOFError, ConnectionError):
+            if self.pid is None and not self._closed:
+                self._drop()
+                with contextlib.suppress(EOFError, ConnectionError, TemplateError):
                     await self._start()
 
     async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -146,11 +149,14 @@ class TemplateClient:
             theirs.close()
             os.close(log)
         self.pid = process.pid
+        started = False
 
-        def ended(code: int) -> None:
+        def ended(code: int) -> None:  # ``started`` is read when the end comes
             process.returncode = code  # ours was the waitpid; Popen must not look for it
             if self.pid == process.pid:
                 self.pid = None
+                if started and not self._closed:
+                    self._warming = asyncio.create_task(self._warm())
 
         self._reaper.expect(process.pid, ended)
         ours.setblocking(False)
@@ -159,7 +165,10 @@ class TemplateClient:
             await self._read(self._streams[0])
         except (EOFError, ConnectionError):
             self._drop()
-            raise
+            raise TemplateError(
+                f"the template process ended before it was ready; last of {self._log}:\n{last_lines(self._log, 20)}"
+            ) from None
+        started = True
 
     @staticmethod
     async def _read(reader: asyncio.StreamReader) -> dict[str, Any]:
@@ -175,7 +184,10 @@ class TemplateClient:
             self._streams = None
 
     def close(self) -> None:
-        """Let the template end: it sees its socket close."""
+        """Tell the template to end."""
+        self._closed = True
+        if self._streams is not None and not self._streams[1].is_closing():
+            self._streams[1].write(b'{"op": "end"}\n')
         self._drop()
 
 

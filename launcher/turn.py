@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +57,8 @@ class Turn:
             self.do(Send(worker=worker, message=message))
 
     def record(
-        self, kind: str, reason: str, *, generation: int | None = None, wish: int | None = None, **fields: Any
+        self, kind: str, reason: str, *, generation: int | None = None, wish: int | None = None,
+        fields: Mapping[str, Any] | None = None, **more: Any,
     ) -> None:
         """Write an event; its reason becomes the job's. ``wish``: who is to see it, else whose generation it is."""
         proposal = self.state.proposal
@@ -70,7 +72,7 @@ class Turn:
         ):
             wish = proposal.wish.id
         self.set(reason=reason)
-        self.do(Record(kind=kind, generation=generation, reason=reason, fields=fields, wish=wish))
+        self.do(Record(kind=kind, generation=generation, reason=reason, fields={**(fields or {}), **more}, wish=wish))
 
     def fill_pool(self) -> None:
         """Ask for standbys up to the node's slots, once the script is known to join."""

@@ -7,6 +7,7 @@ forking it is safe and takes milliseconds. Over the socket go JSON lines:
 2. agent -> template ``{"id": 7, "op": "worker", ...}`` (fields of :class:`WorkerTask`) or
    ``{"id": 8, "op": "store", "host": "127.0.0.1", "port": 0}``.
 3. template -> agent ``{"id": 7, "pid": 4711}``, for a store with its ``port`` too, or ``{"id": 8, "error": "..."}``.
+4. agent -> template ``{"op": "end"}``: the template is not needed any more.
 
 A child is forked twice, so that it becomes a child of the agent (a subreaper), which reaps it itself: workers live on
 when the template crashes, and die with their agent. When the agent is gone, the template first kills whatever still
@@ -41,7 +42,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-PRELOAD_ALWAYS = ("torch", "megatron.core", "liverun", "resharding")
+PRELOAD_ALWAYS = ("torch", "megatron.core", "resharding", "liverun.job")
 """imported when installed, before what the user asks for"""
 PR_SET_PDEATHSIG = 1
 ADOPTION_TIMEOUT_S = 20.0
@@ -209,9 +210,14 @@ class Template:
         self._agent_pid = agent_pid
 
     def serve(self) -> WorkerTask | None:
-        """Answer requests. In a child that is to be a worker: returns its task. In the template: ``None`` at the end."""
+        """Answer requests. In a child that is to be a worker: returns its task. In the template: ``None`` at the end.
+
+        Raises ``EOFError`` when the agent is gone without a word.
+        """
         for line in self._lines():
             request = json.loads(line)
+            if request["op"] == "end":
+                return None
             if request["op"] == "worker":
                 names = [field.name for field in fields(WorkerTask)]
                 task = WorkerTask(**{name: request[name] for name in names})
@@ -222,7 +228,7 @@ class Template:
                 self._say({"id": request["id"], "pid": pid})
             else:
                 self._store(request)
-        return None
+        raise EOFError
 
     def _store(self, request: dict[str, Any]) -> None:
         try:
@@ -293,15 +299,17 @@ def kill_left_behind(job: str) -> None:
 
 
 def preload(names: str) -> float:
-    """Import what workers need; the seconds it took. ``none`` leaves all of it to the workers."""
+    """Import what workers need; the seconds it took. With ``none`` among the names, only the other names."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     started = time.monotonic()
-    if names != "none":
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if "none" not in wanted:
         for name in PRELOAD_ALWAYS:
             if importlib.util.find_spec(name.partition(".")[0]) is not None:
                 importlib.import_module(name)
-        for name in filter(None, names.split(",")):
-            importlib.import_module(name.strip())
+    for name in wanted:
+        if name != "none":
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     return time.monotonic() - started
@@ -319,12 +327,14 @@ def main() -> None:
     connection = socket.socket(fileno=options.fd)
     connection.set_inheritable(False)
     import_s = preload(os.environ.get("LIVERUN_PRELOAD", ""))
-    connection.sendall(json.dumps({"ready": True, "import_s": round(import_s, 3)}).encode() + b"\n")
-    task = Template(connection, options.agent).serve()
+    try:
+        connection.sendall(json.dumps({"ready": True, "import_s": round(import_s, 3)}).encode() + b"\n")
+        task = Template(connection, options.agent).serve()
+    except (EOFError, ConnectionError):
+        kill_left_behind(options.job)
+        return
     if task is not None:
         task.run(options.agent)
-    elif os.getppid() != options.agent:
-        kill_left_behind(options.job)
 
 
 if __name__ == "__main__":

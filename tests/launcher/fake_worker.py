@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-import time
+
 
 from liverun.layout import Layout
 from liverun.messages import (
