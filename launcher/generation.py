@@ -30,6 +30,8 @@ FIRST_WORLD_TIMEOUT_S = 1800.0
 ARM_TIMEOUT_S = 30.0
 """from READY, or a Cancel, to all armed"""
 MAX_ARM_TRIES = 10
+MAX_ARM_MARGIN = 64
+"""steps ahead, at most; more would make a job of slow steps wait long for its switch"""
 RETIRE_TIMEOUT_S = 60.0
 
 
@@ -222,7 +224,7 @@ def _cancel(turn: Turn, why: str) -> None:
     if proposal.tries >= MAX_ARM_TRIES:
         abort(turn, f"no step could be agreed on in {proposal.tries} tries: {why}")
         return
-    turn.set_proposal(margin=proposal.margin * 2)
+    turn.set_proposal(margin=min(proposal.margin * 2, MAX_ARM_MARGIN))
     _ask_where(turn)
 
 
