@@ -1,0 +1,287 @@
+"""Serves one job's store on one address: who has not proved to hold the token gets a nonce, and no more.
+
+Bounds on strangers: ``MAX_UNPROVEN`` connections at once (the one that has waited longest goes first),
+``HANDSHAKE_S`` to prove oneself, ``MAX_FRAME_BYTES`` held for each, and no line of the log that they can fill.
+"""  # noqa: D205
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+import ssl
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import ClientConnectionError, WSMsgType, web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler
+
+from launcher.store import wire
+from launcher.store.auth import (
+    NONCE_BYTES,
+    PROTOCOL,
+    ROLES,
+    Claim,
+    Token,
+    client_proof,
+    same,
+    server_proof,
+)
+from launcher.store.engine import Engine
+from launcher.store.session import Session
+
+log = logging.getLogger("liverun.store")
+SESSION_PATH = "/v1/session"
+HEALTH_PATH = "/healthz"
+HANDSHAKE_S = 5.0
+MAX_UNPROVEN = 256
+HEARTBEAT_S = 15.0
+TICK_S = 0.5
+"""how long a lease may outlive its time when nobody asks; it never ends early"""
+MAX_NAME_CHARS = 128
+
+
+class StoreServer:
+    """The engine's door. Stop it with :meth:`stop`; the engine stays open."""
+
+    def __init__(
+        self, engine: Engine, token: Token, *, job: str, random: Callable[[int], bytes],
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
+        self.engine = engine
+        self.heard: dict[str, float] = {}
+        """when each node was last heard of, on the engine's clock"""
+        self.refused = 0
+        """connections that did not prove themselves"""
+        self._token = token
+        self._job = job
+        self._random = random
+        self._ssl = ssl_context
+        self._sessions: dict[Session, web.WebSocketResponse] = {}
+        self._unproven: OrderedDict[_Visit, None] = OrderedDict()
+        self._door: _Door | None = None
+        self._listener: asyncio.Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Listen at one address; that address, and the port, which is the kernel's choice for 0.
+
+        Raises ``ValueError`` for an address that means all of them, and ``OSError``.
+        """
+        listener = _bind(host, port)
+        self._door = _Door(self)
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._door, sock=listener, ssl=self._ssl, backlog=1024,
+            ssl_handshake_timeout=HANDSHAKE_S if self._ssl else None,
+        )  # fmt: skip
+        self._ticker = asyncio.create_task(self._tick())
+        return host, int(listener.getsockname()[1])
+
+    async def stop(self) -> None:
+        """Close every connection and stop listening."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for ws in list(self._sessions.values()):
+            with contextlib.suppress(ConnectionError, ClientConnectionError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await ws.close()
+        if self._door is not None:
+            await self._door.shutdown(0.2)
+
+    async def send_away(self) -> None:
+        """Tell every client where a store that was sealed has gone."""
+        for session in list(self._sessions):
+            with contextlib.suppress(ConnectionError, ClientConnectionError):
+                await session.say_moved()
+
+    # --- one connection -----------------------------------------------------------------------------------
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one HTTP request."""
+        if request.method == "GET" and request.path == HEALTH_PATH:
+            return web.Response(text="ok\n")
+        if request.method != "GET" or request.path != SESSION_PATH:
+            return web.Response(status=404, headers={"Connection": "close"})
+        ws = web.WebSocketResponse(
+            max_msg_size=wire.MAX_FRAME_BYTES, compress=False, heartbeat=HEARTBEAT_S, timeout=1.0
+        )
+        if not ws.can_prepare(request).ok:
+            return web.Response(status=400, headers={"Connection": "close"})
+        await ws.prepare(request)
+        try:
+            claim = await self._greet(ws)
+            visit = request.protocol
+            assert isinstance(visit, _Visit)
+            visit.prove()
+            await self._serve(claim, ws)
+        except ValueError as error:
+            self.refused += 1
+            log.debug("closed a connection: %s", error)
+        except (ConnectionError, ClientConnectionError):
+            pass
+        with contextlib.suppress(ConnectionError, ClientConnectionError):
+            await ws.close()
+        return ws
+
+    async def _greet(self, ws: web.WebSocketResponse) -> Claim:
+        """Prove each other. Raises ``ValueError`` for a client that is not let in."""
+        nonce = self._random(NONCE_BYTES)
+        await ws.send_bytes(wire.dump({"protocol": PROTOCOL, "nonce": nonce.hex()}))
+        frame = await ws.receive()
+        if frame.type is not WSMsgType.BINARY or len(frame.data) > wire.MAX_HELLO_BYTES:
+            raise ValueError("no claim came")
+        claim, proof = _read_claim(wire.parse(frame.data), nonce)
+        if not same(proof, client_proof(self._token, claim)):
+            await ws.send_bytes(wire.dump({"refused": "forbidden"}))
+            raise ValueError("a claim without its proof")
+        answer = self._judge(claim)
+        body = wire.dump(answer)
+        proof = server_proof(self._token, claim, body)
+        await ws.send_bytes(wire.dump({"answer": body.decode(), "proof": proof.hex()}))
+        if "error" in answer:
+            raise ValueError(answer["say"])
+        return claim
+
+    def _judge(self, claim: Claim) -> dict[str, Any]:
+        machine = self.engine.machine
+        if claim.job != self._job:
+            return {"error": "forbidden", "say": f"this is the store of job {self._job}, not of {claim.job}"}
+        if machine.sealed is not None:
+            return {"error": "moved", "say": "the store has moved", "moved": machine.sealed}
+        if claim.generation is not None and claim.generation < machine.fence:
+            say = f"generation {claim.generation} is over; {machine.fence} is active"
+            return {"error": "fenced", "say": say, "generation": machine.fence}
+        return {"term": machine.term, "revision": machine.revision}
+
+    async def _serve(self, claim: Claim, ws: web.WebSocketResponse) -> None:
+        session = Session(self.engine, claim, self._token, ws)
+        self._sessions[session] = ws
+        self._note_heard(claim)
+        try:
+            await session.run(self._note_heard)
+        finally:
+            del self._sessions[session]
+
+    def _note_heard(self, claim: Claim) -> None:
+        self.heard[claim.node] = self.engine.clock()
+
+    async def _tick(self) -> None:
+        while not self.engine.closed:
+            if self.engine.machine.sealed is None:
+                self.engine.expire()
+            due = self.engine.next_due_s()
+            await asyncio.sleep(TICK_S if due is None else min(max(due, 0.01), TICK_S))
+
+    # --- strangers ----------------------------------------------------------------------------------------
+
+    def arrived(self, visit: _Visit) -> None:
+        """Count a connection that has not proved itself yet; drop the oldest when there are too many."""
+        self._unproven[visit] = None
+        if len(self._unproven) > MAX_UNPROVEN:
+            oldest, _ = self._unproven.popitem(last=False)
+            oldest.drop()
+
+    def left(self, visit: _Visit) -> None:
+        """Forget a connection: it has proved itself, or is gone."""
+        self._unproven.pop(visit, None)
+
+
+class _Visit(RequestHandler):
+    """One connection; has to prove itself in time, whatever it sends or does not send meanwhile."""
+
+    __slots__ = ("_deadline", "_server")
+
+    def __init__(self, manager: _Door, server: StoreServer, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self._server = server
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._server.arrived(self)
+        self._deadline = asyncio.get_running_loop().call_later(HANDSHAKE_S, self.drop)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.prove()
+        super().connection_lost(exc)
+
+    def prove(self) -> None:
+        """No longer a stranger."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._server.left(self)
+
+    def drop(self) -> None:
+        """Cut the connection."""
+        self._server.refused += 1
+        transport = self.transport
+        if transport is not None:
+            transport.abort()
+
+
+class _Door(web.Server):
+    """Makes a :class:`_Visit` of every connection."""
+
+    def __init__(self, server: StoreServer) -> None:
+        super().__init__(server.handle, handler_cancellation=True)
+        self._server = server
+
+    def __call__(self) -> _Visit:
+        return _Visit(
+            self, self._server, loop=self._loop, access_log=None, logger=_http_log, keepalive_timeout=HANDSHAKE_S,
+            max_line_size=1024, max_field_size=1024, lingering_time=0.0, read_bufsize=2**14,
+        )  # fmt: skip
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Strangers' broken requests are not worth a line each; a fault of ours is."""
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    return error is not None and not isinstance(error, HttpProcessingError | ConnectionError)
+
+
+_http_log = logging.getLogger("liverun.store.http")
+_http_log.addFilter(_is_our_fault)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        if ipaddress.ip_address(host).is_unspecified:
+            raise ValueError(f"{host} is every address of this machine; give the one that the nodes reach")
+    except ValueError:
+        if not host or host in {"0.0.0.0", "::", "*"}:  # noqa: S104  (refused)
+            raise ValueError(f"address {host!r}: give the one that the nodes reach") from None
+    family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, number)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _read_claim(message: wire.Message, server_nonce: bytes) -> tuple[Claim, bytes]:
+    names = [message.get(name) for name in ("job", "node", "role")]
+    generation = message.get("generation")
+    if not all(isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS for name in names):
+        raise ValueError("a claim without job, node or role")
+    if names[2] not in ROLES or not (generation is None or wire._is_int(generation)):
+        raise ValueError("a claim of no known role or generation")
+    nonce, proof = bytes.fromhex(str(message.get("nonce"))), bytes.fromhex(str(message.get("proof")))
+    if len(nonce) != NONCE_BYTES:
+        raise ValueError("a nonce of another size")
+    job, node, role = map(str, names)
+    claim = Claim(
+        job=job, node=node, role=role, generation=generation, server_nonce=server_nonce, client_nonce=nonce
+    )
+    return claim, proof
