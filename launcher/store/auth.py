@@ -74,10 +74,11 @@ def read_token_file(path: Path, *, uid: int) -> Token:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise TokenError(f"token file {path}: {error.strerror}") from None
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise TokenError(f"token file {path} is no regular file")
     with os.fdopen(file, "rb") as stream:
-        found = os.fstat(stream.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise TokenError(f"token file {path} is no regular file")
         if found.st_uid not in (uid, 0):
             raise TokenError(f"token file {path} belongs to uid {found.st_uid}, not to {uid} or root")
         if found.st_mode & 0o077:

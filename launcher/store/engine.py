@@ -202,7 +202,11 @@ class Engine:
         engine._due.clear()
         for lease in engine.machine.leases:
             engine._renew(lease)
-        engine.begin_term(term)
+        promised = engine.machine.sealed["term"] if engine.machine.sealed else 0
+        if term <= engine.term or term < promised:
+            engine.close()
+            raise StoreError(f"term {term} is not later than {max(snapshot.term, promised - 1)}, which the copy names")
+        engine._commit([{"t": "term", "n": term}])
         return engine
 
     def records_after(self, seq: int) -> list[tuple[int, bytes]] | None:

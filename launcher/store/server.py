@@ -252,13 +252,11 @@ _http_log.addFilter(_is_our_fault)
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    try:
-        if ipaddress.ip_address(host).is_unspecified:
-            raise ValueError(f"{host} is every address of this machine; give the one that the nodes reach")
-    except ValueError:
-        if not host or host in {"0.0.0.0", "::", "*"}:  # noqa: S104  (refused)
-            raise ValueError(f"address {host!r}: give the one that the nodes reach") from None
-    family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, number, _, address = socket.getaddrinfo(host or "::", port, type=socket.SOCK_STREAM)[0]
+    found = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    if found.is_unspecified or (mapped is not None and mapped.is_unspecified):
+        raise ValueError(f"{host!r} is every address of this machine; give the one that the nodes reach")
     listener = socket.socket(family, kind, number)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
