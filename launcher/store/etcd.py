@@ -25,7 +25,6 @@ from launcher.store.errors import AheadError, CompactedError, FencedError, FullE
 from launcher.store.etcd_gateway import Gateway, GatewayError, Login, after_prefix, text_of, to_base64
 from launcher.store.link import Place
 
-PERMISSION_DENIED_HINT = "etcd refused the user; check --rdzv-conf user and password"
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 2.0
 
 
@@ -121,7 +120,7 @@ class EtcdStore:
         limits.check_prefix(prefix)
         limits.check_revision(from_revision)
         seen, tries = from_revision, 0
-        reached = (await self.scan(prefix or "!")).revision
+        reached = int((await self._gateway.ask("kv/range", {"key": to_base64(self._fence_key)}))["header"]["revision"])
         if from_revision > reached:
             raise AheadError(f"revision {from_revision} was asked for, this store is at {reached}; list again")
         while not self._closing.is_set():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +40,11 @@ def tls(certificates: Path) -> Callable[[], dict[str, Any]]:
         return {"server": server, "client": ssl.create_default_context(cafile=str(certificates / "cert.pem"))}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real etcd server, shared; every test has a job of its own in it."""
+    from etcd_bed import running
+
+    yield from running(tmp_path_factory.mktemp("etcd"))

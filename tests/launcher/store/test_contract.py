@@ -148,14 +148,14 @@ def test_of_many_that_want_the_same_number_each_gets_its_own(play: Play) -> None
 def test_a_lease_that_is_not_kept_alive_takes_its_keys_with_it(play: Play) -> None:
     async def scene(bed: Bed) -> None:
         store = await bed.client()
-        lease = await store.grant(2.0)
+        lease = await store.grant(3.0)
         before = await store.put("node/n1", "here", lease=lease)
         await store.put("node/free", "here", lease=lease)
         await store.put("node/free", "stays")  # written again without the lease
         watch = store.watch("node/n1", before)
-        await bed.lapse(1.5)
+        await bed.lapse(2.0)
         assert await store.keep_alive(lease)
-        await bed.lapse(1.5)
+        await bed.lapse(2.0)
         assert await store.get("node/n1") is not None
         await bed.lapse(2.0)
         assert (await asyncio.wait_for(anext(watch), SOON_S)).value is None
