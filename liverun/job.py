@@ -8,6 +8,7 @@ one the environment describes and never changes.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -255,7 +256,8 @@ class _Worker:
         self._job: Job | None = None
         self._device = devices.install()
         self._preparing: Preparation | None = None
-        self._retiring: threading.Thread | None = None
+        self._background: list[threading.Thread] = []
+        self._ending = False
         self._answered_step = -1
         self._link = Link(
             Path(os.environ["LIVERUN_SOCKET"]), on_message=self._receive, on_tick=self._tick, on_lost=self._lost
@@ -267,6 +269,7 @@ class _Worker:
         self._job = job
         self._link.send(self._hello)
         self._link.start()
+        atexit.register(self._end)
 
     # --- the link thread's side ---
 
@@ -299,6 +302,9 @@ class _Worker:
     def _prepare(self, spec: messages.Prepare) -> None:
         if self._preparing is not None:
             self._preparing.drop()
+        if self._ending:
+            self._say_failed(spec.generation, "the script is at its end")
+            return
         if all(member.old_rank is None for member in spec.members):
             self.gate.offer_first(spec)
             return
@@ -359,7 +365,7 @@ class _Worker:
         """The vote was no: say so, and give back what was prepared."""
         self._link.send(messages.Switched(
             generation=prepared.spec.generation, ok=False, reason=outcome.reason))
-        threading.Thread(target=prepared.discard, name="liverun-discard", daemon=True).start()
+        self._run_in_background(prepared.discard, "liverun-discard")
 
     def report_switched(self, prepared: Next, outcome: Outcome, *, arm_s: float, pause_s: float) -> None:
         """Tell the agent what the switch took."""
@@ -372,14 +378,28 @@ class _Worker:
 
     def retire(self, old: Standing | None, prepared: Next) -> None:
         """Destroy the old world and the bridge in the background, then say Retired."""
-        self._retiring = threading.Thread(
-            target=self._retire, args=(old, prepared, self._retiring), name="liverun-retire", daemon=True
-        )
-        self._retiring.start()
+        before = list(self._background)
+        self._run_in_background(lambda: self._retire(old, prepared, before), "liverun-retire")
 
-    def _retire(self, old: Standing | None, prepared: Next, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
+    def _run_in_background(self, target: Callable[[], None], name: str) -> None:
+        self._background = [thread for thread in self._background if thread.is_alive()]
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._background.append(thread)
+        thread.start()
+
+    def _end(self) -> None:
+        """At the interpreter's end: no thread of ours may still be inside torch, which aborts the process then."""
+        self._ending = True
+        self.gate.finish()
+        if self._preparing is not None:
+            self._preparing.drop()
+            self._preparing.join()
+        for thread in self._background:
+            thread.join()
+
+    def _retire(self, old: Standing | None, prepared: Next, before: list[threading.Thread]) -> None:
+        for thread in before:
+            thread.join()
         try:
             # nobody closes the bridge while somebody still reads its vote
             prepared.bridge.default_pg.barrier().wait()
@@ -435,6 +455,8 @@ def join(
     """
     fence.install()
     device = devices.install()
+    # what is alive now is alive for good; a collection after each change need not walk all of torch and Megatron
+    gc.freeze()
     timeout = timedelta(seconds=timeout_s)
     limits = Limits(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
     if "LIVERUN_SOCKET" not in os.environ:

@@ -6,6 +6,7 @@ In a thread of its own, while the training thread trains: the bridge, the next w
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from resharding import boxes, megatron
 from resharding.plan import RankPlan, plan_for
 
 Build = Callable[[World], Training]
+
+_SOURCE_PATH = re.compile(r"\[/\S+:\d+\]\s*")
 
 
 @dataclass(kw_only=True)
@@ -91,6 +94,7 @@ class Preparation:
         self._deciding = threading.Lock()
         self._dropped = False
         self._ready: Next | None = None
+        self._discarding: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=f"liverun-prepare-{spec.generation}", daemon=True)
 
     def start(self) -> None:
@@ -103,7 +107,14 @@ class Preparation:
             self._dropped = True
             ready, self._ready = self._ready, None
         if ready is not None:
-            threading.Thread(target=ready.discard, name="liverun-discard", daemon=True).start()
+            self._discarding = threading.Thread(target=ready.discard, name="liverun-discard", daemon=True)
+            self._discarding.start()
+
+    def join(self) -> None:
+        """Wait until nothing of this attempt runs any more; the time-outs of the attempt bound it."""
+        self._thread.join()
+        if self._discarding is not None:
+            self._discarding.join()
 
     def take(self) -> Next:
         """Hand over what is ready; from here on it is the caller's."""
@@ -122,7 +133,7 @@ class Preparation:
             with self._deciding:
                 dropped = self._dropped
             if not dropped:
-                self._on_failed(self.spec.generation, f"{type(error).__name__}: {_first_line(error)}")
+                self._on_failed(self.spec.generation, f"{type(error).__name__}: {_in_short(error)}")
             return
         with self._deciding:
             if not self._dropped:
@@ -215,5 +226,7 @@ def _stream_pieces(streams: dict[str, torch.Tensor], role: int) -> list[boxes.Pi
     ]
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
+def _in_short(error: BaseException) -> str:
+    """One line of an error: gloo's come with a source path before them and advice behind."""
+    line = (str(error).strip() or "no message").splitlines()[0]
+    return _SOURCE_PATH.sub("", line).partition(" This is typically caused by")[0]
