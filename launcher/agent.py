@@ -84,11 +84,11 @@ class Agent:
         relay = Relay(sys.stdout.buffer, sys.stderr.buffer, trouble=say)
         state = JobState(
             nproc=options.nproc, standbys=options.standbys, host=options.host, layout=options.layout,
-            max_restarts=options.max_restarts,
+            max_restarts=options.max_restarts, stop_patience_s=options.shutdown_timeout_s / 2,
         )  # fmt: skip
         controller = Controller(
-            state, job=self._job, store=store, template=template, reaper=reaper, events=self._events, relay=relay,
-            say=say,
+            state, job=self._job, store=store, template=template, reaper=reaper, events=self._events,
+            relay=relay,            say=say,
         )  # fmt: skip
         controller.pool = pool = Pool(
             options, job=self._job, folder=folder, template=template, reaper=reaper, threads=threads,
@@ -106,9 +106,7 @@ class Agent:
         self._event("started", f"job {self._job}: {count}", command=list(self._record.command))
         say(f"job {self._job}: {count}; run folder {folder.path}")
         if threads is not None:
-            say(
-                f"OMP_NUM_THREADS={threads} for each worker (cores shared out; set it yourself to change that)"
-            )
+            say(f"OMP_NUM_THREADS={threads} for each worker (cores shared out; set it to change that)")
         relay.start()
         running = controller.spawn(controller.run())
         signals = controller.spawn(self._on_signals(controller, pool))
@@ -168,11 +166,11 @@ class Agent:
                 if end.outcome == "failed" or worker not in joined:
                     pool.signal(worker, first)
             if end.outcome == "stopped" and joined:
-                if await pool.empty(grace_s / 2):
+                if await pool.empty(grace_s / 4):  # half went into finding a common last step
                     return
                 for worker in list(pool.alive):
                     pool.signal(worker, signal.SIGTERM)
-                await pool.empty(grace_s / 2)
+                await pool.empty(grace_s / 4)
             else:
                 await pool.empty(grace_s)
         for worker in list(pool.alive):

@@ -133,6 +133,19 @@ class Retiring:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stopping:
+    """A job that is being brought to a common last step."""
+
+    reason: str
+    deadline: float
+    poll_at: float
+    margin: int = 2
+    seen: Mapping[str, int] = field(default_factory=dict)
+    step: int | None = None
+    armed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobState:
     """Everything decisions are made from."""
 
@@ -153,6 +166,9 @@ class JobState:
     proposal: Proposal | None = None
     queued: Wish | None = None
     retiring: Retiring | None = None
+    stopping: Stopping | None = None
+    stop_patience_s: float = 15.0
+    """how long ranks may take to come to a common last step"""
     done_ranks: frozenset[str] = frozenset()
     """ranked workers that have exited 0"""
     standbys_started: bool = False
@@ -162,7 +178,7 @@ class JobState:
     reason: str = "the workers are starting"
 
 
-# --- what can happen -----------------------------------------------------------------------------------------------
+# --- what can happen ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +261,7 @@ class Tick:
 Event = Started | Said | Exited | Wished | Numbered | StoreOpened | StoreFailed | Committed | StopAsked | Tick
 
 
-# --- what can be asked of the shell --------------------------------------------------------------------------------
+# --- what can be asked of the shell -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

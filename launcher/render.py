@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def console(file: IO[str]) -> Console:
-    """A console that colours only a terminal, and none when ``NO_COLOR`` is set."""
+    """Return a console that colours only a terminal, and none when ``NO_COLOR`` is set."""
     from rich.console import Console
 
     width = None if file.isatty() else 160

@@ -19,7 +19,9 @@ def test_a_plain_script_sees_torchruns_environment_and_its_own_arguments(bed: Be
         "import json, os, sys\n"
         "print(json.dumps({'argv': sys.argv, 'path0': sys.path[0], 'name': __name__, 'file': __file__, 'env': dict(os.environ)}))\n",
     )
-    agent = bed.launch("--nproc_per_node=2", "--rdzv-id", "r1", script, "--", "--nproc-per-node", "9", "-m", "")
+    agent = bed.launch(
+        "--nproc_per_node=2", "--rdzv-id", "r1", script, "--", "--nproc-per-node", "9", "-m", ""
+    )
     assert agent.wait() == 0
     for rank in range(2):
         seen = json.loads(agent.log(f"w{rank}"))
@@ -103,9 +105,7 @@ def test_one_failure_ends_all_workers_at_once_and_is_the_one_reported(bed: Bed) 
     """Known complaint 8: one segfault holds the others 5 min."""
     script = bed.script(
         "one.py",
-        "import os, signal\n"
-        "if os.environ['RANK'] == '1': raise SystemExit(9)\n"
-        "signal.pause()\n",
+        "import os, signal\nif os.environ['RANK'] == '1': raise SystemExit(9)\nsignal.pause()\n",
     )
     agent = bed.launch("--nproc-per-node", "3", script)
     assert agent.wait() == 1
@@ -243,7 +243,9 @@ def test_two_jobs_run_side_by_side_and_must_be_named(bed: Bed) -> None:
 
 def test_a_run_folder_too_deep_for_a_socket_gets_one_that_fits_and_is_removed(bed: Bed) -> None:
     deep = bed.folder / ("d" * 60) / ("e" * 60)
-    agent = bed.launch("--run-dir", str(deep), "--nproc-per-node", "1", str(Path(__file__).with_name("fake_worker.py")))
+    agent = bed.launch(
+        "--run-dir", str(deep), "--nproc-per-node", "1", str(Path(__file__).with_name("fake_worker.py"))
+    )
     record = until("the record", lambda: list(deep.glob("*/job.json")))[0]
     socket = Path(json.loads(record.read_text())["socket"])
     assert len(os.fsencode(socket)) <= 107
