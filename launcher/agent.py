@@ -24,6 +24,8 @@ from launcher.status import ended_status
 from launcher.store import EmbeddedStore
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""handed on to ranked workers, for the script to act on"""
 FINISH_GRACE_S = 5.0
 """how long standbys may take to end once the ranked workers are done"""
 
@@ -71,7 +73,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         reaper = Reaper()
         reaper.start()
-        for number in ENDING_SIGNALS:
+        for number in (*ENDING_SIGNALS, *FORWARDED_SIGNALS):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         threads = omp_threads(options.environ, options.nproc + options.standbys, count_cpus())
         template_environ = {**options.environ, "LIVERUN_PRELOAD": options.preload}
@@ -81,7 +83,7 @@ class Agent:
             reaper, job=self._job, environ=template_environ, log=folder.path / "logs" / "template.log"
         )
         store = EmbeddedStore(folder.path / "store.db", clock=time.monotonic)
-        relay = Relay(sys.stdout.buffer, sys.stderr.buffer, trouble=say)
+        relay = Relay(sys.stdout.buffer, sys.stderr.buffer, options.monitor_interval_s, trouble=say)
         state = JobState(
             nproc=options.nproc, standbys=options.standbys, host=options.host, layout=options.layout,
             max_restarts=options.max_restarts, stop_patience_s=options.shutdown_timeout_s / 2,
@@ -145,6 +147,10 @@ class Agent:
         """Act on what the handlers recorded: the first signal ends the job, a second Ctrl-C at once."""
         while True:
             number = await self._signals.get()
+            if number in FORWARDED_SIGNALS:
+                for worker in controller.ranked():
+                    pool.signal(worker, number)
+                continue
             again = number in self._received
             self._received.append(number)
             if len(self._received) == 1 and not controller.ended.is_set():

@@ -170,6 +170,12 @@ class Controller:
         """Return the status object."""
         return status_object(self.state, job=self.job, host=self.state.host, now=time.monotonic())
 
+    def ranked(self) -> list[str]:
+        """Return the ids of the workers that have a rank."""
+        if self.state.world is not None:
+            return list(self.state.world.ranks)
+        return [worker.id for worker in self.state.workers.values() if worker.boot_rank is not None]
+
     # --- the loop -------------------------------------------------------------------------------------------
 
     async def start(self, port: int) -> None:

@@ -62,6 +62,11 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
             worker = Worker(id=event.worker, pid=event.pid, boot_rank=event.boot_rank)
             began = now if state.began is None else state.began
             turn.set(workers={**state.workers, event.worker: worker}, began=began)
+            if event.boot_rank is None:
+                turn.set(forks_to_come=max(0, state.forks_to_come - 1))
+            else:
+                to_come = state.nproc if state.boot_to_come is None else state.boot_to_come
+                turn.set(boot_to_come=to_come - 1)
         case Said():
             if event.worker in state.workers and state.phase != "ending":
                 _said(turn, event.worker, event.message)
@@ -155,6 +160,8 @@ def _said(turn: Turn, worker: str, message: Message) -> None:
         world = turn.state.world
         if world is not None and message.generation == world.generation and worker in world.ranks:
             turn.set(steps={**turn.state.steps, worker: message.step})
+            if worker == world.ranks[0]:
+                turn.set(report=message.report)
             if turn.state.stopping is not None:
                 stopping.progressed(turn, worker, message.step)
             else:
@@ -301,11 +308,10 @@ def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int) -> None:
     has_run = state.world is not None or not state.standbys_started
     if state.restarts < state.max_restarts and has_run:
         reason += f"; restart {state.restarts + 1} of {state.max_restarts}"
-        turn.set(
-            workers={}, world=None, proposal=None, queued=None, retiring=None, steps={},
-            done_ranks=frozenset(), standbys_started=False, barren=0, began=None, phase="starting",
-            restarts=state.restarts + 1,
-            reason=reason,
+        turn.state = JobState(
+            nproc=state.nproc, standbys=state.standbys, host=state.host, layout=state.layout, reason=reason,
+            max_restarts=state.max_restarts, restarts=state.restarts + 1, last_resize=state.last_resize,
+            stop_patience_s=state.stop_patience_s,
         )  # fmt: skip
         turn.do(Restart(reason=reason))
         return

@@ -65,6 +65,8 @@ def begin(turn: Turn, wish: Wish) -> None:
     """Propose what is wished."""
     turn.set(proposal=Proposal(wish=wish, began=turn.now, deadline=turn.now + wish.timeout_s))
     aim(turn)
+    if turn.state.proposal is not None and turn.state.proposal.target is None:
+        turn.record("queued", turn.state.reason, wish=wish.id, cause=wish.cause)
 
 
 def aim(turn: Turn) -> None:

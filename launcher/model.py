@@ -162,6 +162,8 @@ class JobState:
     """``starting``, ``running`` or ``ending``"""
     workers: Mapping[str, Worker] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
+    report: Mapping[str, float] = field(default_factory=dict)
+    """what rank 0 last gave to step.report()"""
     world: World | None = None
     proposal: Proposal | None = None
     queued: Wish | None = None
@@ -172,6 +174,10 @@ class JobState:
     done_ranks: frozenset[str] = frozenset()
     """ranked workers that have exited 0"""
     standbys_started: bool = False
+    boot_to_come: int | None = None
+    """workers of the first world that are not started yet; none stands for all"""
+    forks_to_come: int = 0
+    """standbys that were asked for and are not started yet"""
     barren: int = 0
     """standbys in a row that ended before they joined"""
     last_resize: Mapping[str, Any] | None = None

@@ -37,6 +37,7 @@ def status_object(state: JobState, *, job: str, host: str, now: float) -> dict[s
         "reason": state.reason,
         "generation": world.generation if world else 0,
         "step": max(state.steps.values(), default=None),
+        "report": dict(state.report),
         "world": world.as_dict() if world else None,
         "nodes": [
             {

@@ -87,8 +87,10 @@ class Turn:
     def fill_pool(self) -> None:
         """Ask for standbys up to the node's slots, once the script is known to join."""
         state = self.state
-        missing = state.nproc + state.standbys - len(state.workers) - len(state.done_ranks)
+        to_come = state.forks_to_come + (state.nproc if state.boot_to_come is None else state.boot_to_come)
+        missing = state.nproc + state.standbys - len(state.workers) - len(state.done_ranks) - to_come
         if state.standbys_started and state.phase != "ending" and state.barren < 3 and missing > 0:
+            self.set(forks_to_come=state.forks_to_come + missing)
             self.do(Fork(count=missing))
 
     def name(self, worker: str) -> str:

@@ -159,6 +159,25 @@ def test_nothing_is_left_when_a_signal_ends_the_launcher(bed: Bed, number: signa
     assert not processes_with(bed.mark)
 
 
+def test_user_signals_reach_the_ranked_workers(bed: Bed) -> None:
+    """Known complaint 16: SIGUSR1/2 not forwarded. Known complaint 17: signals go to ranks only."""
+    script = bed.script(
+        "usr.py",
+        "import os, signal, subprocess\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('heard', flush=True))\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        f"open({str(bed.folder)!r} + '/up' + os.environ['RANK'], 'w').close()\n"
+        "signal.pause()\n"
+        "assert child.poll() is None\n",
+    )
+    agent = bed.launch("--nproc-per-node", "2", script)
+    for rank in range(2):
+        until(f"rank {rank}", (bed.folder / f"up{rank}").exists)
+    agent.signal(signal.SIGUSR1)
+    assert agent.wait() == 0, agent.stderr()
+    assert sorted(agent.stdout().splitlines()) == ["[default0]:heard", "[default1]:heard"]
+
+
 def test_a_second_ctrl_c_kills_at_once(bed: Bed) -> None:
     agent = stubborn(bed, "--shutdown-timeout", "1000")
     agent.signal(signal.SIGINT)

@@ -250,6 +250,20 @@ def test_standbys_are_started_only_when_the_script_has_joined() -> None:
     assert the(Fork, drive.hello("w0")).count == 3
 
 
+def test_a_rank_that_joins_before_the_others_are_started_does_not_make_the_pool_too_large() -> None:
+    drive = Drive(nproc=1, standbys=0)
+    drive.state = JobState(nproc=3, standbys=1)
+    drive.feed(Started(worker="w0", pid=1, boot_rank=0))
+    assert the(Fork, drive.hello("w0")).count == 1
+
+
+def test_standbys_that_end_together_are_replaced_one_for_one() -> None:
+    drive = Drive(nproc=1, standbys=2).first_world()
+    drive._shell = lambda _: None  # type: ignore[method-assign]  (the new ones take their time)
+    forks = [of(Fork, drive.feed(Exited(worker=worker, code=1))) for worker in ("w1", "w2")]
+    assert [fork.count for found in forks for fork in found] == [1, 1]
+
+
 def test_a_failure_in_the_first_world_fails_the_job_without_a_retry() -> None:
     """Known complaint 12: restarts on a failure at start-up until the budget is gone."""
     drive = Drive(max_restarts=3)
@@ -416,7 +430,9 @@ def test_a_wish_waits_for_standbys_that_are_still_starting() -> None:
     drive.hello("w0")
     drive.prepared()
     drive.voted()
-    assert not of(Number, drive.wish(workers=2, timeout_s=5))
+    waiting = drive.wish(workers=2, timeout_s=5)
+    assert not of(Number, waiting)
+    assert the(Record, waiting).kind == "queued"
     (standby,) = (w.id for w in drive.state.workers.values() if w.boot_rank is None)
     assert the(Number, drive.hello(standby))
     late = Drive(nproc=1, standbys=1)
