@@ -18,7 +18,7 @@ from launcher.logs import Relay
 from launcher.model import End, JobState, StopAsked
 from launcher.options import RunOptions, count_cpus, omp_threads
 from launcher.pool import Pool
-from launcher.process import Reaper, TemplateClient, TemplateError, describe_exit, last_lines, sweep
+from launcher.process import Reaper, TemplateClient, describe_exit, last_lines, sweep
 from launcher.rundir import JobFolder, JobRecord, fresh_job_id, write_json
 from launcher.status import ended_status
 from launcher.store import EmbeddedStore
@@ -112,7 +112,7 @@ class Agent:
         relay.start()
         running = controller.spawn(controller.run())
         signals = controller.spawn(self._on_signals(controller, pool))
-        starting = controller.spawn(self._start(controller))
+        starting = controller.spawn(controller.start(options.port))
         await controller.ended.wait()
         end = controller.end
         assert end is not None
@@ -135,13 +135,6 @@ class Agent:
         self._events.close()
         self._write(state_word, exit_code=code)
         return code
-
-    async def _start(self, controller: Controller) -> None:
-        try:
-            await controller.start(self._options.port)
-        except TemplateError as error:
-            controller.end = controller.end or End(outcome="failed", reason=str(error))
-            controller.ended.set()
 
     async def _on_signals(self, controller: Controller, pool: Pool) -> None:
         """Act on what the handlers recorded: the first signal ends the job, a second Ctrl-C at once."""

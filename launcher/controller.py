@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 from launcher.control import Control, Note, Outcome, ResizeRequest, StatusReply, StatusRequest, StopRequest
@@ -252,7 +252,15 @@ class Controller:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        self.end = self.end or End(outcome="failed", reason=f"{type(error).__name__}: {error}")
+        self.fail(str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}")
+
+    def fail(self, reason: str) -> None:
+        """End the job for a reason that no decision knows of; nothing is decided after that."""
+        if self.end is None:
+            self.end = End(outcome="failed", reason=reason)
+            self.state = replace(self.state, phase="ending", reason=reason)
+            generation = self.state.world.generation if self.state.world else 0
+            self._events.write("worker_failed", generation, reason, {})
         self.ended.set()
 
     # --- what goes out --------------------------------------------------------------------------------------

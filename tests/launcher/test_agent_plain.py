@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -280,3 +281,13 @@ def test_a_template_that_cannot_import_is_said_with_its_last_lines(bed: Bed) -> 
     agent = bed.launch(bed.script("ok.py", ""), LIVERUN_PRELOAD="none,no_such_module_here")
     assert agent.wait() == 1
     assert "No module named 'no_such_module_here'" in agent.stderr()
+
+
+def test_a_port_that_is_taken_is_said_and_does_not_use_up_restarts(bed: Bed) -> None:
+    """Known complaint 20: address already in use."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        agent = bed.launch("--master-port", str(port), "--max-restarts", "3", bed.script("ok.py", ""))
+        assert agent.wait() == 1
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in agent.stderr()
+    assert agent.kinds() == ["started", "worker_failed"]
