@@ -90,7 +90,10 @@ class Job:
         self._before_change: list[ChangeCallback] = []
         self._after_change: list[ChangeCallback] = []
         self._step_ended = time.perf_counter()
-        self.training = standing.training if standing is not None else Training(model=[])
+        self.training = Training(model=[])
+        """the present world's model, optimizer and scheduler; the same object, and the same list, over all changes"""
+        if standing is not None:
+            self._rebind(standing.training)
         self.next_step = 0
         """the step that comes next, or runs now"""
         self.consumed_samples = 0
@@ -211,6 +214,7 @@ class Job:
         self._standing = new
         if new is not None:
             fence.activate(new.globals)
+            groups.set_timeout(new.globals, worker.timeout)
             self._rebind(new.training)
             self._set_streams(prepared, new)
             self.next_step = outcome.position.step
@@ -239,8 +243,6 @@ class Job:
         self.training.optimizer = fresh.optimizer
         self.training.scheduler = fresh.scheduler
         self.training.extra = fresh.extra
-        if self._standing is not None:
-            self._standing.training = self.training
 
 
 class _Worker:
@@ -252,7 +254,7 @@ class _Worker:
         self.staging_bytes = int(os.environ.get("LIVERUN_STAGING_BYTES") or _DEFAULT_STAGING_BYTES)
         self._build = build
         self._limits = limits
-        self._timeout = timeout
+        self.timeout = timeout
         self._job: Job | None = None
         self._device = devices.install()
         self._preparing: Preparation | None = None
@@ -310,7 +312,7 @@ class _Worker:
             return
         self._preparing = Preparation(
             spec, worker=self.name, build=self._build, present=self._present(), device=self._device,
-            world_timeout=self._timeout, on_ready=self._say_ready, on_failed=self._say_failed,
+            on_ready=self._say_ready, on_failed=self._say_failed,
         )
         self._preparing.start()
 
@@ -347,7 +349,7 @@ class _Worker:
         started = time.perf_counter()
         me = next(member for member in spec.members if member.worker == self.name)
         store = groups.connect_store(spec.store_host, spec.store_port, timeout=timedelta(seconds=spec.timeout_s))
-        standing = build_first(spec, me, build=self._build, device=self._device, timeout=self._timeout, store=store)
+        standing = build_first(spec, me, build=self._build, device=self._device, timeout=self.timeout, store=store)
         self._link.send(messages.Prepared(generation=spec.generation, prepare_s=time.perf_counter() - started))
         while self.gate.wait_for_world() != spec.generation:
             pass
@@ -407,6 +409,7 @@ class _Worker:
             pass  # a peer that is gone has nothing left to read
         fence.destroy(prepared.bridge.groups)
         if old is not None:
+            megatron.let_go(old.training.model)
             fence.destroy(old.globals.groups)
         generation, leaves = prepared.spec.generation, prepared.standing is None
         del old, prepared

@@ -79,7 +79,6 @@ class Preparation:
         build: Build,
         present: Standing | None,
         device: torch.device,
-        world_timeout: timedelta,
         on_ready: Callable[[Next], None],
         on_failed: Callable[[int, str], None],
     ) -> None:
@@ -88,7 +87,6 @@ class Preparation:
         self._build = build
         self._present = present
         self._device = device
-        self._world_timeout = world_timeout
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._deciding = threading.Lock()
@@ -189,8 +187,8 @@ class Preparation:
     def _build_beside(self, spec: Prepare, me: Member, there: fence.Globals, store: object) -> Standing:
         assert me.rank is not None
         groups.open_world(
-            there, layout=spec.layout, device=self._device, timeout=self._world_timeout, store=store, rank=me.rank,
-            size=spec.world_size,
+            there, layout=spec.layout, device=self._device, timeout=timedelta(seconds=spec.timeout_s), store=store,
+            rank=me.rank, size=spec.world_size,
         )
         world = world_of(spec, me, self._device, rng.Seeding())
         hollow = Hollow()
