@@ -9,6 +9,7 @@ one the environment describes and never changes.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -246,7 +247,7 @@ class Job:
 
 
 class _Worker:
-    """This process as its agent knows it: the link, the gate, and what is being prepared."""
+    """The process as its agent knows it: the link, the gate, and what is being prepared."""
 
     def __init__(self, *, build: Build, limits: Limits, layout: Layout | None, timeout: timedelta) -> None:
         self.name = os.environ["LIVERUN_WORKER"]
@@ -364,7 +365,7 @@ class _Worker:
         return prepared
 
     def refuse(self, prepared: Next, outcome: Outcome) -> None:
-        """The vote was no: say so, and give back what was prepared."""
+        """Say that the vote was no, and give back what was prepared."""
         self._link.send(messages.Switched(
             generation=prepared.spec.generation, ok=False, reason=outcome.reason))
         self._run_in_background(prepared.discard, "liverun-discard")
@@ -402,11 +403,9 @@ class _Worker:
     def _retire(self, old: Standing | None, prepared: Next, before: list[threading.Thread]) -> None:
         for thread in before:
             thread.join()
-        try:
-            # nobody closes the bridge while somebody still reads its vote
+        # nobody closes the bridge while somebody still reads its vote; a peer that is gone has nothing left to read
+        with contextlib.suppress(RuntimeError):
             prepared.bridge.default_pg.barrier().wait()
-        except RuntimeError:
-            pass  # a peer that is gone has nothing left to read
         fence.destroy(prepared.bridge.groups)
         if old is not None:
             megatron.let_go(old.training.model)
@@ -482,7 +481,7 @@ def join(
 def _standing_of_environment(
     build: Build, layout: Layout, limits: Limits, device: torch.device, timeout: timedelta
 ) -> Standing:
-    """The one world of a script that runs under torchrun, or by itself."""
+    """Build the one world of a script that runs under torchrun, or by itself."""
     for name, alone in {
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",

@@ -6,6 +6,7 @@ In a thread of its own, while the training thread trains: the bridge, the next w
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -218,10 +219,15 @@ def _old(names: list[dict[str, int]], spec: Prepare) -> list[bool]:
 def _stream_pieces(streams: dict[str, torch.Tensor], role: int) -> list[boxes.Piece]:
     return [
         boxes.Piece(
-            boxes.Box(f"rng/{role}/{name}", "uint8", (len(state),), (0,), (len(state),)), lambda state=state: state
+            boxes.Box(f"rng/{role}/{name}", "uint8", (len(state),), (0,), (len(state),)),
+            functools.partial(_itself, state),
         )
         for name, state in streams.items()
     ]
+
+
+def _itself(state: torch.Tensor) -> torch.Tensor:
+    return state
 
 
 def _in_short(error: BaseException) -> str:

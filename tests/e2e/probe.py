@@ -128,9 +128,9 @@ class Probe:
         gc.collect()
         return {
             "groups": len(fence.registered_groups()),
-            "threads": len(os.listdir("/proc/self/task")),
+            "threads": len(list(Path("/proc/self/task").iterdir())),
             "python_threads": sorted(thread.name for thread in threading.enumerate()),
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
             "tensors": sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -105,7 +106,7 @@ def test_losses_are_those_of_the_static_run(elastic_and_static: Any) -> None:
 def test_an_evaluation_gives_the_same_loss_before_and_after_every_change(elastic_and_static: Any) -> None:
     rows = changes_by_generation(elastic_and_static[0])
     compared = 0
-    for old, generation in zip(sorted(rows), sorted(rows)[1:], strict=False):
+    for old, generation in itertools.pairwise(sorted(rows)):
         before = {row["eval_loss"] for row in rows[old] if row["when"] == "before"}
         after = {row["eval_loss"] for row in rows[generation] if row["when"] == "after"}
         assert len(before) == len(after) == 1, "ranks of one world disagree"
@@ -118,7 +119,7 @@ def test_canonical_state_is_the_same_bit_for_bit_over_every_change(elastic_and_s
     folder = elastic_and_static[0]
     rows = changes_by_generation(folder)
     generations = sorted(rows)
-    for old, new in zip(generations, generations[1:], strict=False):
+    for old, new in itertools.pairwise(generations):
         before = oracle.merge(sorted((folder / "state" / str(old) / "before").glob("*.pt")))
         after = oracle.merge(sorted((folder / "state" / str(new) / "after").glob("*.pt")))
         assert before.keys() == after.keys()
@@ -142,13 +143,13 @@ def test_every_sample_is_used_exactly_once_and_in_the_static_order(elastic_and_s
                 by_step[row["step"]] += row["ids"]
         used.append({step: sorted(ids) for step, ids in by_step.items()})
     assert used[0] == used[1]
-    assert sorted(sum(used[0].values(), [])) == list(range(STEPS * 8))
+    assert sorted(itertools.chain.from_iterable(used[0].values())) == list(range(STEPS * 8))
 
 
 def test_survivors_keep_their_processes(elastic_and_static: Any) -> None:
     """Known complaint 29: every scale event restarts every worker."""
     rows = changes_by_generation(elastic_and_static[0])
-    for old, new in zip(sorted(rows), sorted(rows)[1:], strict=False):
+    for old, new in itertools.pairwise(sorted(rows)):
         before = {row["pid"] for row in rows[old] if row["when"] == "before"}
         after = {row["pid"] for row in rows[new] if row["when"] == "after"}
         assert len(before & after) == min(len(before), len(after)), f"generation {new}"
