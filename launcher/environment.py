@@ -54,7 +54,7 @@ def worker_environ(
 
 
 def ranked_environ(options: RunOptions, *, rank: int, restarts: int, endpoint: Endpoint) -> Mapping[str, str]:
-    """What torchrun tells a worker of its place, on one node."""
+    """Return what torchrun tells a worker of its place, on one node."""
     size = str(options.nproc)
     return {
         "RANK": str(rank),

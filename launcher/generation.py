@@ -65,6 +65,8 @@ def begin(turn: Turn, wish: Wish) -> None:
     """Propose what is wished."""
     turn.set(proposal=Proposal(wish=wish, began=turn.now, deadline=turn.now + wish.timeout_s))
     aim(turn)
+    if turn.state.proposal is not None and turn.state.proposal.target is None:
+        turn.record("queued", turn.state.reason, wish=wish.id, cause=wish.cause)
 
 
 def aim(turn: Turn) -> None:
@@ -102,7 +104,7 @@ def refuse(turn: Turn, wish: Wish, reason: str, *, generation: int | None = None
 
 
 def numbered(turn: Turn, generation: int) -> None:
-    """The proposal has its number: ask a worker whether the model can be laid out so."""
+    """Ask a worker whether the model can be laid out so, now that the proposal has its number."""
     proposal = turn.state.proposal
     if proposal is None or proposal.target is None or proposal.generation is not None:
         return
@@ -129,7 +131,7 @@ def checked(turn: Turn, refusal: str | None) -> None:
 
 
 def store_opened(turn: Turn, host: str, port: int) -> None:
-    """The store of the new world listens: everyone prepares."""
+    """Let everyone prepare: the store of the new world listens."""
     proposal = turn.state.proposal
     if proposal is None or proposal.phase is not Phase.PROPOSED:
         return
@@ -166,7 +168,7 @@ def prepared(turn: Turn, worker: str, message: Prepared) -> None:
 
 
 def progressed(turn: Turn, worker: str, step: int) -> None:
-    """A worker of the old world said where it is: once all have, arm a step that none has reached."""
+    """Note where a worker of the old world is; once all have said, arm a step that none has reached."""
     proposal, world = turn.state.proposal, turn.state.world
     if proposal is None or world is None or proposal.phase is not Phase.READY or proposal.step is not None:
         return
@@ -179,7 +181,7 @@ def progressed(turn: Turn, worker: str, step: int) -> None:
 
 
 def armed(turn: Turn, worker: str, message: Armed) -> None:
-    """A worker will wait at the boundary, or is past it."""
+    """Note that a worker will wait at the boundary, or is past it."""
     proposal, world = turn.state.proposal, turn.state.world
     if (
         proposal is None
@@ -191,7 +193,7 @@ def armed(turn: Turn, worker: str, message: Armed) -> None:
     if message.late:
         _cancel(
             turn,
-            f"{turn.name(worker)} was at step {message.at_step}, past the boundary before step {message.step}",
+            f"{turn.name(worker)} was at step {message.at_step}, past the boundary before {message.step}",
         )
         return
     proposal = turn.set_proposal(armed=proposal.armed | {worker})
@@ -239,7 +241,7 @@ def _go(turn: Turn, step: int | None) -> None:
 
 
 def switched(turn: Turn, worker: str, message: Switched) -> None:
-    """A member's vote."""
+    """Note a member's vote."""
     proposal = turn.state.proposal
     if proposal is None or proposal.phase is not Phase.SWITCHING or worker not in _names(proposal):
         return
@@ -248,7 +250,7 @@ def switched(turn: Turn, worker: str, message: Switched) -> None:
 
 
 def count_votes(turn: Turn) -> None:
-    """All yes: commit. All no: the old world goes on. Anything else must never become two worlds: the job fails."""
+    """All yes: commit. All no: the old world goes on. Anything else: fail, never two worlds."""
     proposal = turn.state.proposal
     assert proposal is not None
     if not set(proposal.votes) >= _names(proposal) - proposal.lost:
@@ -276,7 +278,7 @@ def count_votes(turn: Turn) -> None:
 
 
 def committed(turn: Turn, *, won: bool) -> None:
-    """The new world is the job, and no other is."""
+    """Make the new world the job; no other is."""
     proposal = turn.state.proposal
     if proposal is None or proposal.phase is not Phase.SWITCHING:
         return
@@ -292,7 +294,9 @@ def committed(turn: Turn, *, won: bool) -> None:
     else:
         last = _last_resize(turn, "active", "")
         turn.set(last_resize=last)
-        turn.record("active", f"generation {generation}: {text}", generation=generation, fields=_but_reason(last))
+        turn.record(
+            "active", f"generation {generation}: {text}", generation=generation, fields=_but_reason(last)
+        )
         assert proposal.wish is not None
         fields = {"generation": generation, "summary": text, **_but_reason(last)}
         reason = turn.state.reason
@@ -342,7 +346,7 @@ def close_retired(turn: Turn) -> None:
     reason = f"nothing of generation {retiring.generation} is left"
     if retiring.waiting:
         silent = ", ".join(map(turn.name, sorted(retiring.waiting)))
-        reason = f"generation {retiring.generation} is given up after {RETIRE_TIMEOUT_S:g} s; {silent} did not say that it is gone"
+        reason = f"generation {retiring.generation} is given up; {silent} kept it over {RETIRE_TIMEOUT_S:g} s"
     turn.set(retiring=None)
     turn.record("retired", reason, generation=retiring.generation)
     turn.do(CloseStore(generation=retiring.generation))
@@ -387,14 +391,14 @@ def fail(turn: Turn, reason: str) -> None:
 
 
 def failed(turn: Turn, worker: str, message: Failed) -> None:
-    """A member could not prepare."""
+    """Abort: a member could not prepare."""
     proposal = turn.state.proposal
     if proposal is not None and proposal.phase in (Phase.PREPARING, Phase.READY):
         abort(turn, f"{turn.name(worker)}: {message.reason}")
 
 
 def late(turn: Turn) -> None:
-    """A proposal's deadline has passed."""
+    """Abort a proposal whose deadline has passed."""
     proposal, world = turn.state.proposal, turn.state.world
     if proposal is None or turn.now < proposal.deadline:
         return

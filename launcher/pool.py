@@ -67,8 +67,9 @@ class Pool:
         worker = f"w{next(self._ids)}"
         logs = self.log_folder(worker)
         environ = worker_environ(
-            self._options, job=self._job, folder=self._folder.path, socket=self._folder.socket_path, worker=worker,
-            rank=boot_rank, restarts=self.restarts, threads=self._threads, endpoint=self.endpoint,
+            self._options, job=self._job, folder=self._folder.path, socket=self._folder.socket_path,
+            worker=worker, rank=boot_rank, restarts=self.restarts, threads=self._threads,
+            endpoint=self.endpoint,
             error_file=logs / "error.json",
         )  # fmt: skip
         self._starts[worker] = asyncio.Event()

@@ -10,7 +10,8 @@ replaced                                   why, and by what
 ``Stream, Event, stream, synchronize, …``  there is one queue, always drained: no-ops (an Event has a time)
 ``default_generators, cuda.random``        one device whose generator is the CPU's: dropout draws from
                                            Megatron's RNG tracker exactly as on a GPU
-``_initialized``                           ``_lazy_call`` runs at once, not when a device is first used
+``_initialized, _is_in_bad_fork``          ``_lazy_call`` runs at once, not when a device is first used, and
+                                           a fork after a build with CUDA has looked for one is no harm
 ``memory_allocated, empty_cache, …``       nothing is allocated on a device: 0
 ``nvtx.*``                                 no profiler to tell: no-ops
 ``torch.zeros, …``, ``Tensor.new_*``       ``device='cuda'`` or ``0`` means the CPU; no ``pin_memory``
@@ -269,4 +270,5 @@ def _replace() -> None:
     cuda.random.device_count = _returns(1)
     cuda.default_generators = (torch.default_generator,)
     cuda._initialized = True
+    cuda._is_in_bad_fork = _returns(False)
     logging.getLogger(_RNG_LOGGER).addFilter(_is_not_rng_warning)

@@ -118,7 +118,7 @@ class Gate:
                 self._changed.wait()
 
     def finish(self) -> None:
-        """The loop is over: every later Arm is late."""
+        """End the loop: every later Arm is late."""
         with self._changed:
             self._finished = True
             self._armed = None

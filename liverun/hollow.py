@@ -36,7 +36,7 @@ class HollowBufferError(RuntimeError):
     """A module buffer was built hollow, and no stream will fill it."""
 
 
-class Hollow(TorchFunctionMode):
+class Hollow(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
     """Function mode under which a stack is built hollow. See the module's text."""
 
     def __init__(self) -> None:

@@ -153,6 +153,19 @@ def test_seeding_cuda_seeds_the_stream_dropout_uses():
 
 
 @needs_no_cuda
+def test_a_fork_of_a_process_that_looked_for_a_device_is_no_harm():
+    """A torch built with CUDA calls every such fork bad, and would refuse to seed in it."""
+    run("""
+        import torch
+        torch.cuda._is_in_bad_fork = lambda: True
+        from liverun.device import install
+        install()
+        torch.cuda.manual_seed(3)
+        assert torch.equal(torch.cuda.get_rng_state(), torch.get_rng_state())
+    """)
+
+
+@needs_no_cuda
 def test_the_layer_survives_a_fork():
     run("""
         import os, torch
