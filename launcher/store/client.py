@@ -109,7 +109,7 @@ class RemoteStore:
         return list((await self.scan(prefix)).entries)
 
     async def scan(self, prefix: str) -> Listing:
-        """The same, with the revision to watch from."""
+        """Return the same with the revision to watch from."""
         limits.check_prefix(prefix)
         found = await self._ask({"op": "scan", "prefix": prefix})
         entries = tuple(Entry(key=key, value=value, revision=number) for key, value, number in found["entries"])
@@ -237,12 +237,16 @@ class RemoteStore:
     async def _run(self) -> None:
         tries = 0
         async with aiohttp.ClientSession(
-            trust_env=False, connector=aiohttp.TCPConnector(limit=2, ttl_dns_cache=10), cookie_jar=aiohttp.DummyCookieJar()
-        ) as http:
+            trust_env=False, cookie_jar=aiohttp.DummyCookieJar(),
+            connector=aiohttp.TCPConnector(limit=2, ttl_dns_cache=10),
+        ) as http:  # fmt: skip
             while True:
                 place = self._places[tries % len(self._places)]
                 try:
-                    async with connect(http, place, self._identity, self._generation, self._term, self._ssl) as link:
+                    async with connect(
+                        http, place, self._identity, generation=self._generation, min_term=self._term,
+                        context=self._ssl,
+                    ) as link:  # fmt: skip
                         tries = 0
                         self._term = link.term
                         self._places = [place, *(other for other in self._places if other != place)]

@@ -66,7 +66,7 @@ class Store(Protocol):
         ...
 
     async def scan(self, prefix: str) -> Listing:
-        """The same, with the revision from which :meth:`watch` goes on without a gap."""
+        """Return the same with the revision from which :meth:`watch` goes on without a gap."""
         ...
 
     async def put(self, key: str, value: str, *, lease: int | None = None) -> int:

@@ -47,7 +47,7 @@ class EmbeddedStore:
         return list(self.engine.scan(prefix).entries)
 
     async def scan(self, prefix: str) -> Listing:
-        """The same, with the revision to watch from."""
+        """Return the same with the revision to watch from."""
         return self.engine.scan(prefix)
 
     async def put(self, key: str, value: str, *, lease: int | None = None) -> int:

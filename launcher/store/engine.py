@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import json
 from collections import deque
@@ -72,7 +73,7 @@ class Engine:
         """Every key under ``prefix`` now."""
         limits.check_prefix(prefix)
         self._ready()
-        return Listing(revision=self.machine.revision, entries=tuple(self.machine.list(prefix)))
+        return Listing(revision=self.machine.revision, entries=tuple(self.machine.under(prefix)))
 
     def get(self, key: str) -> Entry | None:
         """One key."""
@@ -81,7 +82,7 @@ class Engine:
         return self.machine.get(key)
 
     def after(self, prefix: str, revision: int) -> list[Change]:
-        """Changes after ``revision``. Raises ``CompactedError`` or ``AheadError``."""
+        """Return the changes after ``revision``. Raises ``CompactedError`` or ``AheadError``."""
         limits.check_prefix(prefix)
         limits.check_revision(revision)
         self._ready()
@@ -205,12 +206,13 @@ class Engine:
         promised = engine.machine.sealed["term"] if engine.machine.sealed else 0
         if term <= engine.term or term < promised:
             engine.close()
-            raise StoreError(f"term {term} is not later than {max(snapshot.term, promised - 1)}, which the copy names")
+            known = max(snapshot.term, promised - 1)
+            raise StoreError(f"term {term} is not later than {known}, which the copy names")
         engine._commit([{"t": "term", "n": term}])
         return engine
 
     def records_after(self, seq: int) -> list[tuple[int, bytes]] | None:
-        """Records after ``seq``, for a copy kept elsewhere; ``None`` if the copy has to begin anew."""
+        """Return the records after ``seq``, for a copy kept elsewhere; ``None`` if it has to begin anew."""
         if seq > self.journal.seq or self.journal.seq - seq > len(self._recent):
             return None
         wanted = self.journal.seq - seq
@@ -276,10 +278,8 @@ class Engine:
 
     def _save(self) -> None:
         self._unsaved_records = self._unsaved_bytes = 0
-        try:
+        with contextlib.suppress(FullError):  # the records are there; the state is saved another time
             self.journal.save_state(_as_bytes(self.machine.dump()))
-        except FullError:  # the records are there; the state is saved another time
-            pass
 
     def _wake(self) -> None:
         self.changed.set()

@@ -6,7 +6,7 @@ grow with every write here.
 
 etcd has no memory of a request whose answer was lost: after ``UnavailableError`` a write may have been done. Leases
 are whole seconds there, and at least two; ``ttl_s`` is rounded up.
-"""  # noqa: D205
+"""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from launcher.store.etcd_gateway import Gateway, GatewayError, Login, after_pref
 from launcher.store.link import Place
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 2.0
+Operations = Sequence[dict[str, Any]]
 
 
 class EtcdStore:
@@ -55,7 +56,7 @@ class EtcdStore:
         return list((await self.scan(prefix)).entries)
 
     async def scan(self, prefix: str) -> Listing:
-        """The same, with the revision to watch from."""
+        """Return the same with the revision to watch from."""
         limits.check_prefix(prefix)
         start = self._keys + prefix
         found = await self._gateway.ask(
@@ -108,7 +109,8 @@ class EtcdStore:
         text = _digits(generation)
         put = {"request_put": {"key": to_base64(self._fence_key), "value": to_base64(text)}}
         while True:
-            later = {"key": to_base64(self._fence_key), "target": "VALUE", "result": "LESS", "value": to_base64(text)}
+            key = to_base64(self._fence_key)
+            later = {"key": key, "target": "VALUE", "result": "LESS", "value": to_base64(text)}
             if (await self._guarded([later], [put], None, present=True)).get("succeeded"):
                 return
             if await self._fence() >= generation:
@@ -120,7 +122,8 @@ class EtcdStore:
         limits.check_prefix(prefix)
         limits.check_revision(from_revision)
         seen, tries = from_revision, 0
-        reached = int((await self._gateway.ask("kv/range", {"key": to_base64(self._fence_key)}))["header"]["revision"])
+        now = await self._gateway.ask("kv/range", {"key": to_base64(self._fence_key)})
+        reached = int(now["header"]["revision"])
         if from_revision > reached:
             raise AheadError(f"revision {from_revision} was asked for, this store is at {reached}; list again")
         while not self._closing.is_set():
@@ -142,7 +145,7 @@ class EtcdStore:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    async def _changes(self, prefix: str, seen: int) -> AsyncIterator[tuple[list[Change], int]]:
+    async def _changes(self, prefix: str, seen: int) -> AsyncIterator[tuple[Sequence[Change], int]]:
         """Give the changes of whole revisions together, and the revision up to which nothing is missing."""
         start = self._keys + prefix
         ask = {
@@ -152,8 +155,8 @@ class EtcdStore:
         async for result in self._gateway.stream("watch", {"create_request": ask}):
             if result.get("compact_revision"):
                 raise CompactedError(
-                    f"changes before revision {result['compact_revision']} are no longer kept, {seen} was asked for; "
-                    "list again"
+                    f"changes before revision {result['compact_revision']} are no longer kept, "
+                    f"{seen} was asked for; list again"
                 )
             if result.get("canceled"):
                 raise StoreError(f"etcd ended a watch: {result.get('cancel_reason', 'no reason given')}")
@@ -165,13 +168,14 @@ class EtcdStore:
                 yield events, events[-1].revision
 
     async def _guarded(
-        self, compare: list[dict[str, Any]], writes: list[dict[str, Any]], lease: int | None, *, present: bool = False
+        self, compare: Operations, writes: Operations, lease: int | None, *, present: bool = False
     ) -> dict[str, Any]:
         """One transaction that a fenced generation cannot make; ``present``: the fence has to be there."""
         if self.generation is None and not present:
             return await self._transaction(compare, writes, [], lease)
         fence = {"key": to_base64(self._fence_key)}
-        bound = {**fence, "target": "VALUE", "result": "LESS", "value": to_base64(_digits((self.generation or 0) + 1))}
+        beyond = to_base64(_digits((self.generation or 0) + 1))
+        bound = {**fence, "target": "VALUE", "result": "LESS", "value": beyond}
         guard = [] if self.generation is None else [bound]
         while True:
             done = await self._transaction([*compare, *guard], writes, [{"request_range": fence}], lease)
@@ -189,9 +193,8 @@ class EtcdStore:
             return done
 
     async def _transaction(
-        self, compare: list[dict[str, Any]], success: list[dict[str, Any]], failure: list[dict[str, Any]],
-        lease: int | None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, compare: Operations, success: Operations, failure: Operations, lease: int | None
+    ) -> dict[str, Any]:
         body = {"compare": compare, "success": success, "failure": failure}
         try:
             return await self._gateway.ask("kv/txn", body, write=True)

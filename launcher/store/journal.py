@@ -32,7 +32,7 @@ create table head (one integer primary key, seq integer not null, digest blob no
 insert into base values ('floor', 0, zeroblob(32), x''), ('state', 0, zeroblob(32), x'');
 insert into head values (1, 0, zeroblob(32));
 pragma user_version={FORMAT};
-"""
+"""  # noqa: S608  (a number of ours)
 FULL_CODES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 
 
@@ -107,7 +107,8 @@ class Journal:
             return cursor.fetchall()
 
     def _check(
-        self, bases: dict[str, tuple[int, bytes, bytes]], head: tuple[int, bytes], rows: list[tuple[int, bytes, bytes]]
+        self, bases: dict[str, tuple[int, bytes, bytes]], head: tuple[int, bytes],
+        rows: list[tuple[int, bytes, bytes]],
     ) -> Loaded:
         floor_seq, digest, _ = bases["floor"]
         state_seq, state_digest, state_body = bases["state"]
@@ -214,7 +215,8 @@ class Journal:
     def _damaged(self, what: str, near: bytes | None) -> JournalError:
         self.close()
         offset = find_damage(Path(self.path), near)
-        return JournalError(f"{self.path}: damaged at byte {offset}: {what}; restore a copy of the store", offset=offset)
+        sentence = f"{self.path}: damaged at byte {offset}: {what}; restore a copy of the store"
+        return JournalError(sentence, offset=offset)
 
 
 def find_damage(path: Path, near: bytes | None) -> int:

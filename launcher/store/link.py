@@ -111,7 +111,7 @@ class Connection:
 
 @contextlib.asynccontextmanager
 async def connect(
-    http: aiohttp.ClientSession, place: Place, identity: Identity, generation: int | None, min_term: int,
+    http: aiohttp.ClientSession, place: Place, identity: Identity, *, generation: int | None, min_term: int,
     context: ssl.SSLContext | None,
 ) -> AsyncIterator[Connection]:  # fmt: skip
     """Connect and prove each other.
@@ -119,7 +119,8 @@ async def connect(
     Raises ``Moved``, ``ForbiddenError``, another ``StoreError`` the server proved to have said, or what a broken
     connection raises.
     """
-    url = URL.build(scheme="http" if context is None else "https", host=place.host, port=place.port, path="/v1/session")
+    scheme = "http" if context is None else "https"
+    url = URL.build(scheme=scheme, host=place.host, port=place.port, path="/v1/session")
     async with asyncio.timeout(CONNECT_S) as limit, http.ws_connect(
         url, max_msg_size=wire.MAX_FRAME_BYTES, compress=0, heartbeat=HEARTBEAT_S, ssl=context or True,
         timeout=aiohttp.ClientWSTimeout(ws_close=1.0),

@@ -72,7 +72,7 @@ class Machine:
         held = self._entries.get(key)
         return None if held is None else Entry(key=key, value=held.value, revision=held.revision)
 
-    def list(self, prefix: str) -> list[Entry]:
+    def under(self, prefix: str) -> list[Entry]:
         """Every key under ``prefix``, sorted."""
         start = bisect.bisect_left(self._keys, prefix)
         found = []
@@ -85,7 +85,7 @@ class Machine:
         return found
 
     def lease_of(self, key: str) -> int | None:
-        """The lease a key hangs on."""
+        """Return the lease a key hangs on."""
         return self._entries[key].lease
 
     def after(self, prefix: str, revision: int) -> list[Change]:
@@ -110,7 +110,7 @@ class Machine:
         return found
 
     def outcome(self, request: str | None) -> int | None:
-        """What a request that was done already led to: a revision or a lease."""
+        """Return what a request that was done already led to: a revision or a lease."""
         return None if request is None else self._outcomes.get(request)
 
     # --- planning -----------------------------------------------------------------------------------------
@@ -133,8 +133,9 @@ class Machine:
                 return None
         if lease is not None and lease not in self.leases:
             raise LeaseEndedError(f"lease {lease} has ended; grant another and write again")
-        changes = [[key, value] for key, value in writes.items() if value is not None or key in self._entries]
-        grown = self._bytes + sum(self._growth(key, value) for key, value in changes)
+        effective = {key: value for key, value in writes.items() if value is not None or key in self._entries}
+        changes = [[key, value] for key, value in effective.items()]
+        grown = self._bytes + sum(self._growth(key, value) for key, value in effective.items())
         if grown > limits.MAX_STORE_BYTES and grown > self._bytes:
             raise FullError(f"the store holds {self._bytes} bytes and takes {limits.MAX_STORE_BYTES}; remove keys")
         record: Record = {"t": "write", "r": self.revision + bool(changes), "c": changes, "l": lease}

@@ -2,7 +2,7 @@
 
 Bounds on strangers: ``MAX_UNPROVEN`` connections at once (the one that has waited longest goes first),
 ``HANDSHAKE_S`` to prove oneself, ``MAX_FRAME_BYTES`` held for each, and no line of the log that they can fill.
-"""  # noqa: D205
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Session:
                 reply["moved"] = self._engine.machine.sealed
             return reply
 
-    def _do(self, kind: str, number: int, message: wire.Message) -> Any:  # noqa: PLR0912
+    def _do(self, kind: str, number: int, message: wire.Message) -> Any:
         engine, generation = self._engine, self._generation
         if kind == "get":
             entry = engine.get(message["key"])

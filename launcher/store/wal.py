@@ -3,7 +3,7 @@
 SQLite checks a frame's checksum and takes everything up to the first bad frame as the log, without a word: right for
 a log that was cut while it was written, wrong for one whose middle has rotted, since the good frames that follow
 hold writes that were acknowledged. This tells the two apart. File format: https://sqlite.org/fileformat2.html#walformat.
-"""  # noqa: D205
+"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_wal(path: Path) -> None:
     frame_bytes = FRAME_HEADER_BYTES + page_bytes
     offset = HEADER_BYTES
     while offset + frame_bytes <= len(log):
-        found = _frame(log, offset, frame_bytes, order, salts, sums)
+        found = _frame(log, offset, frame_bytes, order=order, salts=salts, sums=sums)
         if found is None:
             break
         sums = found
@@ -53,7 +53,7 @@ def check_wal(path: Path) -> None:
 
 
 def _frame(
-    log: bytes, offset: int, frame_bytes: int, order: str, salts: Sequence[int], sums: tuple[int, int]
+    log: bytes, offset: int, frame_bytes: int, *, order: str, salts: Sequence[int], sums: tuple[int, int]
 ) -> tuple[int, int] | None:
     page, _, salt_1, salt_2, *want = struct.unpack(">6I", log[offset : offset + FRAME_HEADER_BYTES])
     if [salt_1, salt_2] != list(salts) or page == 0:

@@ -82,10 +82,12 @@ class EtcdServer:
             context = ssl.create_default_context(cafile=str(self.certificates / "cert.pem"))
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError, ValueError):
-                with urllib.request.urlopen(f"{url}/health", timeout=1.0, context=context) as reply:
-                    if json.loads(reply.read())["health"] == "true":
-                        return True
+            with (
+                contextlib.suppress(OSError, ValueError),
+                urllib.request.urlopen(f"{url}/health", timeout=1.0, context=context) as reply,
+            ):
+                if json.loads(reply.read())["health"] == "true":
+                    return True
         self.stop()
         return False
 

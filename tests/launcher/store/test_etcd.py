@@ -15,7 +15,7 @@ from launcher.store.etcd import EtcdStore
 from launcher.store.etcd_gateway import Login, after_prefix, to_base64
 from launcher.store.link import Place
 
-LOGIN = Login(user="liverun", password="not-a-secret")  # noqa: S106
+LOGIN = Login(user="liverun", password="not-a-secret")
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,14 @@ def test_a_user_with_its_password_over_tls_is_served(secured: EtcdServer, certif
             await store.put("b", "2")
             assert (await anext(watch)).value == "2"
             await store.fence(1)
-            store._gateway._token = "stale.1"  # noqa: S105
+            store._gateway._token = "stale.1"
             assert (await store.get("a")).value == "1"  # type: ignore[union-attr]
             await watch.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("login", [None, Login(user="liverun", password="wrong"), Login(user="who", password="x")])  # noqa: S106
+@pytest.mark.parametrize("login", [None, Login(user="liverun", password="wrong"), Login(user="who", password="x")])
 def test_nobody_and_a_wrong_password_are_refused(
     secured: EtcdServer, certificates: Path, login: Login | None
 ) -> None:
@@ -73,7 +73,7 @@ def test_keys_outside_the_users_role_are_refused(secured: EtcdServer, certificat
 def test_a_server_nobody_vouches_for_is_not_spoken_to(secured: EtcdServer) -> None:
     async def scene() -> None:
         async with secured.bed(login=LOGIN, ssl_context=ssl.create_default_context(), timeout_s=0.3) as bed:
-            with pytest.raises(UnavailableError, match="(?i)certificate"):
+            with pytest.raises(UnavailableError, match=r"(?i)certificate"):
                 await (await bed.client()).get("a")
 
     asyncio.run(scene())

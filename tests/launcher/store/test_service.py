@@ -155,7 +155,7 @@ def test_a_second_one_on_the_same_journal_or_port_is_told_so(service: Service, t
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"host": "0.0.0.0"}, "every address of this machine"),  # noqa: S104
+        ({"host": "0.0.0.0"}, "every address of this machine"),
         ({"token_file": None}, "no token: set LIVERUN_TOKEN_FILE"),
         ({"tls_cert": "cert.pem"}, "--tls-cert and --tls-key go together"),
         ({"tls_cert": "nowhere.pem", "tls_key": "nowhere.pem"}, "certificate nowhere.pem"),
