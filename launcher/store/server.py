@@ -31,14 +31,16 @@ from launcher.store.auth import (
     same,
     server_proof,
 )
+from launcher.store.contract import Change
 from launcher.store.engine import Engine
+from launcher.store.errors import CompactedError
 from launcher.store.session import Session
 
 log = logging.getLogger("liverun.store")
 SESSION_PATH = "/v1/session"
 HEALTH_PATH = "/healthz"
 HANDSHAKE_S = 5.0
-MAX_UNPROVEN = 256
+MAX_UNPROVEN = 1024
 HEARTBEAT_S = 15.0
 TICK_S = 0.5
 """how long a lease may outlive its time when nobody asks; it never ends early"""
@@ -65,7 +67,7 @@ class StoreServer:
         self._unproven: OrderedDict[_Visit, None] = OrderedDict()
         self._door: _Door | None = None
         self._listener: asyncio.Server | None = None
-        self._ticker: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
         """Listen at one address; that address, and the port, which is the kernel's choice for 0.
@@ -78,14 +80,14 @@ class StoreServer:
             self._door, sock=listener, ssl=self._ssl, backlog=1024,
             ssl_handshake_timeout=HANDSHAKE_S if self._ssl else None,
         )  # fmt: skip
-        self._ticker = asyncio.create_task(self._tick())
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._spread())]
         return host, int(listener.getsockname()[1])
 
     async def stop(self) -> None:
         """Close every connection and stop listening."""
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
         for ws in list(self._sessions.values()):
@@ -171,6 +173,19 @@ class StoreServer:
 
     def _note_heard(self, claim: Claim) -> None:
         self.heard[claim.node] = self.engine.clock()
+
+    async def _spread(self) -> None:
+        """Tell each session of what is new; a write costs the sessions it does not concern next to nothing."""
+        last = self.engine.machine.revision
+        while not self.engine.closed:
+            changed, machine = self.engine.changed, self.engine.machine
+            changes: list[Change] | None = None
+            with contextlib.suppress(CompactedError):
+                changes = machine.after("", last)
+            last = machine.revision
+            for session in list(self._sessions):
+                session.offer(changes, last)
+            await changed.wait()
 
     async def _tick(self) -> None:
         while not self.engine.closed:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import WSMsgType, web
 
 from launcher.store import wire
 from launcher.store.auth import Claim, Seal, Token
+from launcher.store.contract import Change
 from launcher.store.engine import Engine
 from launcher.store.errors import FencedError, ForbiddenError, LimitError, MovedError, StoreError
 
 MAX_WATCHES = 64
 TELL_QUIET_AFTER = 1_000
 """revisions after which a watch that saw none of them is told how far it has come"""
+
+
+@dataclass(slots=True)
+class _Watch:
+    prefix: str
+    seen: int
+    """the revision up to which nothing is owed"""
+    told: int
+    """the revision the client knows it has come to"""
+    due: bool = True
 
 
 class Session:
@@ -29,9 +41,8 @@ class Session:
         self._incoming = Seal(token, claim, "to server")
         self._outgoing = Seal(token, claim, "to client")
         self._lock = asyncio.Lock()
-        self._watches: dict[int, tuple[str, int, int]] = {}
-        """prefix, revision seen, revision told"""
-        self._watch_changed = asyncio.Event()
+        self._watches: dict[int, _Watch] = {}
+        self._due = asyncio.Event()
 
     async def run(self, heard: Callable[[Claim], None]) -> None:
         """Serve; returns when the connection is over. Raises ``ValueError`` for a client that breaks the rules."""
@@ -49,10 +60,23 @@ class Session:
                 kind, number = wire.check_request(message)
                 await self._send(self._reply(kind, number, message))
                 if kind == "watch":
-                    self._watch_changed.set()
+                    self._due.set()
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+    def offer(self, changes: Sequence[Change] | None, revision: int) -> None:
+        """Hear what is new up to ``revision``; ``None``: look for yourself. Wakes only who has to be told."""
+        for watch in self._watches.values():
+            if watch.due:
+                continue
+            if changes is None or any(change.key.startswith(watch.prefix) for change in changes):
+                watch.due = True
+            else:
+                watch.seen = revision
+                watch.due = revision - watch.told >= TELL_QUIET_AFTER
+            if watch.due:
+                self._due.set()
 
     async def say_moved(self) -> None:
         """Tell the client where the store is now, and close."""
@@ -94,7 +118,7 @@ class Session:
             if len(self._watches) >= MAX_WATCHES:
                 raise LimitError(f"{len(self._watches)} watches on one connection; a store takes {MAX_WATCHES}")
             engine.after(message["prefix"], message["after"])
-            self._watches[number] = (message["prefix"], message["after"], message["after"])
+            self._watches[number] = _Watch(message["prefix"], message["after"], message["after"])
             return None
         if kind == "unwatch":
             self._watches.pop(message["watch"], None)
@@ -114,37 +138,27 @@ class Session:
         return None if records is None else [[seq, body.decode()] for seq, body in records[:1_000]]
 
     async def _run_watches(self) -> None:
-        while not self._engine.closed:
-            changed = self._engine.changed
-            self._watch_changed.clear()
-            for number in list(self._watches):
-                await self._tell(number)
-            if self._engine.changed is not changed:
-                continue
-            waits = [asyncio.ensure_future(event.wait()) for event in (changed, self._watch_changed)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            for number, watch in list(self._watches.items()):
+                if watch.due:
+                    await self._tell(number, watch)
 
-    async def _tell(self, number: int) -> None:
-        prefix, seen, told = self._watches.get(number, ("", 0, 0))
-        if number not in self._watches or seen == self._engine.machine.revision:
-            return
+    async def _tell(self, number: int, watch: _Watch) -> None:
         try:
-            changes = self._engine.after(prefix, seen)
+            changes = self._engine.after(watch.prefix, watch.seen)
         except StoreError as error:
-            del self._watches[number]
+            self._watches.pop(number, None)
             if not isinstance(error, MovedError):
                 await self._send({"watch": number, "error": error.code, "say": str(error)})
             return
-        revision = self._engine.machine.revision
-        quiet = not changes and revision - told < TELL_QUIET_AFTER
-        self._watches[number] = (prefix, revision, told if quiet else revision)
+        quiet = not changes and self._engine.machine.revision - watch.told < TELL_QUIET_AFTER
+        watch.seen, watch.due = self._engine.machine.revision, False
         if not quiet:
+            watch.told = watch.seen
             rows = [[change.key, change.value, change.revision] for change in changes]
-            await self._send({"watch": number, "revision": revision, "changes": rows})
+            await self._send({"watch": number, "revision": watch.seen, "changes": rows})
 
     async def _send(self, message: wire.Message) -> None:
         data = wire.dump(message)
