@@ -176,6 +176,11 @@ class RemoteStore:
         """Copy the whole store."""
         return Snapshot.loads(str(await self._ask({"op": "snapshot"})).encode())
 
+    async def records_after(self, seq: int, digest: bytes) -> Sequence[tuple[int, bytes]] | None:
+        """Return some of the store's records after ``seq``, or ``None`` for a copy that has to begin anew."""
+        found = await self._ask({"op": "follow", "seq": seq, "digest": digest.hex()})
+        return None if found is None else [(number, body.encode()) for number, body in found]
+
     async def aclose(self) -> None:
         """Let go of the connection; waiting calls fail, watches end."""
         self._closed = True

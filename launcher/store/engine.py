@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import heapq
 import json
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from launcher.store import limits
 from launcher.store.contract import Change, Entry, Listing
@@ -20,9 +18,8 @@ from launcher.store.snapshot import Snapshot
 
 SAVE_EVERY_RECORDS = 5_000
 SAVE_EVERY_BYTES = 4 * 1024 * 1024
-RECENT_RECORDS = 10_000
-RECENT_BYTES = 16 * 1024 * 1024
-"""records kept at hand for copies elsewhere"""
+MOST_AT_ONCE_BYTES = 4 * 1024 * 1024
+"""records given to a copy elsewhere in one answer"""
 SNAPSHOT_HISTORY = 1_000
 """changes a watch can go back to in a store that was moved"""
 
@@ -47,10 +44,6 @@ class Engine:
         except BaseException:
             self.journal.close()
             raise
-        self._recent: deque[tuple[int, bytes]] = deque()
-        self._recent_bytes = 0
-        for seq, record in loaded.records:
-            self._note_recent(seq, encode_record(record))
         self._unsaved_records = self.journal.seq - loaded.state_seq
         self._unsaved_bytes = 0
         self._deadlines: dict[int, float] = {}
@@ -168,7 +161,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """Copy the store as it is."""
-        state = _as_bytes(self.machine.dump(history=SNAPSHOT_HISTORY))
+        state = state_bytes(self.machine, history=SNAPSHOT_HISTORY)
         return Snapshot(term=self.term, seq=self.journal.seq, digest=self.journal.digest, state=state)
 
     def seal(self, to: str, *, term: int) -> Snapshot:
@@ -197,8 +190,6 @@ class Engine:
             )
         engine.journal.replace(snapshot.seq, snapshot.digest, snapshot.state)
         engine.machine = snapshot.machine()
-        engine._recent.clear()
-        engine._recent_bytes = 0
         engine._deadlines.clear()
         engine._due.clear()
         for lease in engine.machine.leases:
@@ -211,12 +202,15 @@ class Engine:
         engine._commit([{"t": "term", "n": term}])
         return engine
 
-    def records_after(self, seq: int) -> list[tuple[int, bytes]] | None:
-        """Return the records after ``seq``, for a copy kept elsewhere; ``None`` if it has to begin anew."""
-        if seq > self.journal.seq or self.journal.seq - seq > len(self._recent):
+    def records_after(self, seq: int, digest: bytes) -> list[tuple[int, bytes]] | None:
+        """Return some records after ``seq``, for a copy kept elsewhere; ``None`` if it has to begin anew.
+
+        It has to if it is too far behind, or if its last record was never this store's: ``digest`` tells.
+        """
+        self._ready()
+        if self.journal.digest_of(seq) != digest:
             return None
-        wanted = self.journal.seq - seq
-        return [self._recent[index] for index in range(len(self._recent) - wanted, len(self._recent))]
+        return self.journal.bodies_after(seq, most_bytes=MOST_AT_ONCE_BYTES)
 
     def close(self) -> None:
         """Close the journal; watches end."""
@@ -260,26 +254,18 @@ class Engine:
     def _commit(self, records: list[Record]) -> None:
         bodies = [encode_record(record) for record in records]
         self.journal.append(bodies)
-        first = self.journal.seq - len(bodies) + 1
-        for index, record in enumerate(records):
+        for record in records:
             self.machine.apply(record)
-            self._note_recent(first + index, bodies[index])
         self._unsaved_records += len(bodies)
         self._unsaved_bytes += sum(map(len, bodies))
         if self._unsaved_records >= SAVE_EVERY_RECORDS or self._unsaved_bytes >= SAVE_EVERY_BYTES:
             self._save()
         self._wake()
 
-    def _note_recent(self, seq: int, body: bytes) -> None:
-        self._recent.append((seq, body))
-        self._recent_bytes += len(body)
-        while len(self._recent) > RECENT_RECORDS or self._recent_bytes > RECENT_BYTES:
-            self._recent_bytes -= len(self._recent.popleft()[1])
-
     def _save(self) -> None:
         self._unsaved_records = self._unsaved_bytes = 0
         with contextlib.suppress(FullError):  # the records are there; the state is saved another time
-            self.journal.save_state(_as_bytes(self.machine.dump()))
+            self.journal.save_state(state_bytes(self.machine))
 
     def _wake(self) -> None:
         self.changed.set()
@@ -295,5 +281,7 @@ def _replay(loaded: Loaded) -> Machine:
     return machine
 
 
-def _as_bytes(values: dict[str, Any]) -> bytes:
+def state_bytes(machine: Machine, *, history: int = 0) -> bytes:
+    """Return the one text of a state."""
+    values = machine.dump(history=history)
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -102,8 +102,8 @@ class Journal:
                 raise self._damaged("its base or head row is missing", b"floor")
             return self._check(bases, heads[0], rows)
 
-    def _rows(self, query: str) -> list[Any]:
-        with contextlib.closing(self._db.execute(query)) as cursor:  # an open one would keep the file held
+    def _rows(self, query: str, *values: int) -> list[Any]:
+        with contextlib.closing(self._db.execute(query, values)) as cursor:  # an open one would keep the file held
             return cursor.fetchall()
 
     def _check(
@@ -146,6 +146,26 @@ class Journal:
             self._db.executemany("insert into records values (?, ?, ?)", rows)
             self._db.execute("update head set seq = ?, digest = ? where one = 1", (seq, digest))
         self.seq, self.digest = seq, digest
+
+    def digest_of(self, seq: int) -> bytes | None:
+        """Return the digest of a record that is still there; of the last one, always."""
+        if seq == self.seq:
+            return self.digest
+        rows = self._rows("select digest from records where seq = ?", seq)
+        return rows[0][0] if rows else None
+
+    def bodies_after(self, seq: int, *, most_bytes: int) -> list[tuple[int, bytes]]:
+        """Return records after ``seq``: at least one if there is one, no more than ``most_bytes`` else."""
+        found: list[tuple[int, bytes]] = []
+        query = "select seq, body from records where seq > ? order by seq"
+        with contextlib.closing(self._db.execute(query, (seq,))) as rows:
+            size = 0
+            for number, body in rows:
+                size += len(body)
+                if found and size > most_bytes:
+                    break
+                found.append((number, body))
+        return found
 
     def save_state(self, state: bytes) -> None:
         """Save the whole state as of the last record; records before the last saved state are dropped."""

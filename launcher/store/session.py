@@ -134,8 +134,8 @@ class Session:
         if kind == "snapshot":
             return engine.snapshot().dumps().decode()
         assert kind == "follow"
-        records = engine.records_after(message["seq"])
-        return None if records is None else [[seq, body.decode()] for seq, body in records[:1_000]]
+        records = engine.records_after(message["seq"], bytes.fromhex(message["digest"]))
+        return None if records is None else [[seq, body.decode()] for seq, body in records]
 
     async def _run_watches(self) -> None:
         while True:

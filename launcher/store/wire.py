@@ -38,6 +38,10 @@ def _is_request(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None
 
 
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
 def _is_expected(value: Any) -> bool:
     return isinstance(value, dict) and len(value) <= MAX_KEYS_PER_WRITE and all(map(_is_int, value.values()))
 
@@ -72,7 +76,7 @@ REQUESTS: Mapping[str, Mapping[str, Check]] = {
     "fence": {"generation": _is_int},
     "generation": {"generation": _or_none(_is_int)},
     "snapshot": {},
-    "follow": {"seq": _is_int},
+    "follow": {"seq": _is_int, "digest": _is_digest},
 }  # fmt: skip
 """every request and its fields; each also has ``op`` and ``id``"""
 WRITING = frozenset({"write", "grant", "keep", "revoke", "fence"})
