@@ -69,7 +69,7 @@ def spread(taken_s: list[float]) -> dict[str, float]:
 def process(command: list[str], core: int, **more: Any) -> Iterator[subprocess.Popen[str]]:
     """Run on one core until the block ends."""
     started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, {core}), **more
+        ["taskset", "-c", str(core), *command], stdout=subprocess.PIPE, text=True, **more
     )
     try:
         yield started
@@ -99,13 +99,15 @@ async def measure(connect: Connect, num_agents: int, pid: int) -> dict[str, Any]
     alone = [await compare_and_set(stores[0], mine, 0) for _ in range(200)]
     at_once: list[float] = []
     for _ in range(ROUNDS):
-        at_once += await asyncio.gather(*(compare_and_set(store, mine, number) for number, store in enumerate(stores)))
+        calls = (compare_and_set(store, mine, number) for number, store in enumerate(stores))
+        at_once += await asyncio.gather(*calls)
     paced = await pace(stores, mine)
     memory_mib = psutil.Process(pid).memory_info().rss / 2**20
     await asyncio.gather(*(store.aclose() for store in stores))
     return {
         "agents": num_agents, "all_joined_s": round(joined_s, 2), "all_see_a_change_ms": round(seen_s * 1000, 1),
-        "alone": spread(alone), "paced": spread(paced), "at_once": spread(at_once), "memory_mib": round(memory_mib, 1),
+        "alone": spread(alone), "paced": spread(paced), "at_once": spread(at_once),
+        "memory_mib": round(memory_mib, 1),
     }  # fmt: skip
 
 
@@ -172,6 +174,14 @@ async def ours(sizes: list[int], cores: tuple[int, int], kind: str) -> list[dict
     return rows
 
 
+def wait_until_up(url: str) -> None:
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url, timeout=1.0).close()
+            return
+        time.sleep(0.05)
+
+
 async def etcd(sizes: list[int], cores: tuple[int, int]) -> list[dict[str, Any]]:
     rows = []
     program = shutil.which("etcd")
@@ -187,11 +197,7 @@ async def etcd(sizes: list[int], cores: tuple[int, int]) -> list[dict[str, Any]]
                 f"default={peer}", "--unsafe-no-fsync", "--log-level", "error",
             ]  # fmt: skip
             with process(command, cores[0], stderr=subprocess.DEVNULL) as server:
-                for _ in range(200):
-                    with contextlib.suppress(OSError):
-                        urllib.request.urlopen(f"{url}/health", timeout=1.0).close()
-                        break
-                    await asyncio.sleep(0.05)
+                await asyncio.to_thread(wait_until_up, f"{url}/health")
                 rows.append(await measure(lambda _: EtcdStore([Place(HOST, 23790)], job="bench"), size, server.pid))
     return rows
 
@@ -220,19 +226,7 @@ def tcpstore(sizes: list[int], cores: tuple[int, int]) -> list[dict[str, Any]]:
                 value = stores[0].compare_set("own", value, str(number).ljust(200)).decode()
                 alone.append(time.perf_counter() - start)
             at_once = threaded(stores, lambda store, number: store.compare_set(f"own/{number}", "", "x" * 200))
-            ends: list[float] = []
-            waits = [
-                threading.Thread(target=lambda store=store: (store.wait(["go"]), ends.append(time.perf_counter())))
-                for store in stores[1:]
-            ]
-            for thread in waits:
-                thread.start()
-            time.sleep(0.5 + size / 500)
-            start = time.perf_counter()
-            stores[0].set("go", "1")
-            for thread in waits:
-                thread.join()
-            seen_s = max(ends) - start
+            seen_s = time_to_all_threads(stores)
             memory_mib = psutil.Process(server.pid).memory_info().rss / 2**20
             del stores
         rows.append(
@@ -242,6 +236,24 @@ def tcpstore(sizes: list[int], cores: tuple[int, int]) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return rows
+
+
+def time_to_all_threads(stores: list[Any]) -> float:
+    ends: list[float] = []
+
+    def one(store: Any) -> None:
+        store.wait(["go"])
+        ends.append(time.perf_counter())
+
+    waits = [threading.Thread(target=one, args=(store,)) for store in stores[1:]]
+    for thread in waits:
+        thread.start()
+    time.sleep(0.5 + len(stores) / 500)
+    start = time.perf_counter()
+    stores[0].set("go", "1")
+    for thread in waits:
+        thread.join()
+    return max(ends) - start
 
 
 def threaded(stores: list[Any], do: Callable[[Any, int], Any]) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class RemoteStore:
         self, places: Sequence[Place], token: Token, *, job: str, node: str, role: str,
         random: Callable[[int], bytes], generation: int | None = None, timeout_s: float = 30.0,
         ssl_context: ssl.SSLContext | None = None, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         if not places:
             raise ValueError("no place of the store is known; pass HOST:PORT (--rdzv-endpoint)")
@@ -61,6 +63,8 @@ class RemoteStore:
         self._generation = generation
         self._ssl = ssl_context
         self._sleep = sleep
+        self._clock = clock
+        self._last_beat = clock()
         self._term = 0
         self._calls: dict[int, _Call] = {}
         self._watches: dict[int, _Watch] = {}
@@ -73,6 +77,11 @@ class RemoteStore:
     def term(self) -> int:
         """The latest term of the store this client has seen; servers of earlier ones are not listened to."""
         return self._term
+
+    @property
+    def silent_s(self) -> float:
+        """For how long this client has not told the store that it is there."""
+        return self._clock() - self._last_beat
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -287,6 +296,11 @@ class RemoteStore:
     def _heard(self, message: dict[str, Any]) -> None:
         if message.get("moved"):
             raise Moved.read(message["moved"])
+        if "beat" in message:
+            if self._link is not None:
+                self._last_beat = self._clock()
+                self._link.post({"op": "beat", "id": message["beat"]})
+            return
         if "watch" in message:
             self._heard_of_watch(message["watch"], message)
             return

@@ -3,12 +3,15 @@
 Both rules count the same voters, the nodes of the active generation, and both need more than half of them, so of
 two places at most one can write at a time:
 
-* The store writes while it has heard from more than half of the voters within ``horizon_s``, on its own clock.
-* A survivor brings the store back only when more than half of the voters, itself included, have each been without
-  the store for ``horizon_s`` and the margin, on their own clocks, and say that they will not listen to it again.
+* The store asks every voter, again and again, whether it is there. It writes while more than half have answered a
+  question that it *asked* within ``horizon_s``, on its own clock.
+* A survivor brings the store back only when more than half of the voters, itself included, have each answered no
+  question for ``horizon_s`` and the margin, on their own clocks, and have promised to answer none again
+  (:meth:`launcher.store.client.RemoteStore.relocate` with the new term).
 
-A voter that says so has not spoken to the old store since before ``horizon_s``, so the old store no longer counts
-it. No clocks are compared; what is assumed is that two clocks run at the same rate to within ``margin``.
+An answer is given after its question was asked, so the old store stopped counting such a voter before the voter
+promised, however long an answer was on its way. No clocks are compared; what is assumed is that two clocks run at
+the same rate to within the margin.
 """
 
 from __future__ import annotations
@@ -62,8 +65,8 @@ def successor(
 ) -> tuple[str | None, str]:
     """Return who brings the store back, or ``None``, and why.
 
-    ``without_s`` says for each voter that can be reached, this node included, for how long it has had no word of
-    the old store. The lowest of them is it.
+    ``without_s`` says for each voter that can be reached, this node included, for how long it has not answered the
+    old store (:attr:`launcher.store.client.RemoteStore.silent_s`). The lowest of them is it.
     """
     wait_s = horizon_s * (1 + CLOCK_MARGIN)
     ready = sorted(node for node in voters if without_s.get(node, 0.0) >= wait_s)

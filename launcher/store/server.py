@@ -52,11 +52,13 @@ class StoreServer:
 
     def __init__(
         self, engine: Engine, token: Token, *, job: str, random: Callable[[int], bytes],
-        ssl_context: ssl.SSLContext | None = None,
+        ssl_context: ssl.SSLContext | None = None, beat_s: float | None = None,
     ) -> None:  # fmt: skip
+        """``beat_s``: how often every agent is asked whether it is there, for a write gate; ``None``: never."""
+        self._beat_s = beat_s
         self.engine = engine
         self.heard: dict[str, float] = {}
-        """when each node was last heard of, on the engine's clock"""
+        """for each node, when the latest :meth:`beat` it has answered was asked, on the engine's clock"""
         self.refused = 0
         """connections that did not prove themselves"""
         self._token = token
@@ -81,6 +83,8 @@ class StoreServer:
             ssl_handshake_timeout=HANDSHAKE_S if self._ssl else None,
         )  # fmt: skip
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._spread())]
+        if self._beat_s is not None:
+            self._tasks.append(asyncio.create_task(self._beat_on(self._beat_s)))
         return host, int(listener.getsockname()[1])
 
     async def stop(self) -> None:
@@ -165,14 +169,19 @@ class StoreServer:
     async def _serve(self, claim: Claim, ws: web.WebSocketResponse) -> None:
         session = Session(self.engine, claim, self._token, ws)
         self._sessions[session] = ws
-        self._note_heard(claim)
         try:
             await session.run(self._note_heard)
         finally:
             del self._sessions[session]
 
-    def _note_heard(self, claim: Claim) -> None:
-        self.heard[claim.node] = self.engine.clock()
+    def _note_heard(self, claim: Claim, asked: float) -> None:
+        self.heard[claim.node] = max(asked, self.heard.get(claim.node, asked))
+
+    async def beat(self) -> None:
+        """Ask every agent whether it is there."""
+        for session in [session for session in self._sessions if session.claim.role == "agent"]:
+            with contextlib.suppress(ConnectionError, ClientConnectionError):
+                await session.beat()
 
     async def _spread(self) -> None:
         """Tell each session of what is new; a write costs the sessions it does not concern next to nothing."""
@@ -186,6 +195,11 @@ class StoreServer:
             for session in list(self._sessions):
                 session.offer(changes, last)
             await changed.wait()
+
+    async def _beat_on(self, every_s: float) -> None:
+        while True:
+            await self.beat()
+            await asyncio.sleep(every_s)
 
     async def _tick(self) -> None:
         while not self.engine.closed:

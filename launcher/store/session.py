@@ -16,6 +16,7 @@ from launcher.store.engine import Engine
 from launcher.store.errors import FencedError, ForbiddenError, LimitError, MovedError, StoreError
 
 MAX_WATCHES = 64
+MAX_BEATS = 64
 TELL_QUIET_AFTER = 1_000
 """revisions after which a watch that saw none of them is told how far it has come"""
 
@@ -43,9 +44,19 @@ class Session:
         self._lock = asyncio.Lock()
         self._watches: dict[int, _Watch] = {}
         self._due = asyncio.Event()
+        self._beats = 0
+        self._beats_sent: dict[int, float] = {}
 
-    async def run(self, heard: Callable[[Claim], None]) -> None:
-        """Serve; returns when the connection is over. Raises ``ValueError`` for a client that breaks the rules."""
+    async def beat(self) -> None:
+        """Ask whether the client is there; what it answers counts from now, not from when it comes."""
+        self._beats += 1
+        self._beats_sent[self._beats] = self._engine.clock()
+        while len(self._beats_sent) > MAX_BEATS:
+            self._beats_sent.pop(next(iter(self._beats_sent)))
+        await self._send({"beat": self._beats})
+
+    async def run(self, heard: Callable[[Claim, float], None]) -> None:
+        """Serve; ``heard`` is told of each answered :meth:`beat` and when it was asked. Returns when the connection is over. Raises ``ValueError`` for a client that breaks the rules."""
         joiner = wire.Joiner(wire.MAX_REQUEST_BYTES)
         watching = asyncio.create_task(self._run_watches())
         try:
@@ -55,9 +66,12 @@ class Session:
                 data = joiner.add(self._incoming.open(frame.data))
                 if data is None:
                     continue
-                heard(self.claim)
                 message = wire.parse(data)
                 kind, number = wire.check_request(message)
+                if kind == "beat":
+                    if (sent := self._beats_sent.pop(number, None)) is not None:
+                        heard(self.claim, sent)
+                    continue
                 await self._send(self._reply(kind, number, message))
                 if kind == "watch":
                     self._due.set()

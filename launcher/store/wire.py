@@ -76,6 +76,7 @@ REQUESTS: Mapping[str, Mapping[str, Check]] = {
     "fence": {"generation": _is_int},
     "generation": {"generation": _or_none(_is_int)},
     "snapshot": {},
+    "beat": {},
     "follow": {"seq": _is_int, "digest": _is_digest},
 }  # fmt: skip
 """every request and its fields; each also has ``op`` and ``id``"""

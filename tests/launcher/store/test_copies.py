@@ -149,15 +149,30 @@ def test_a_store_that_sees_no_majority_says_so_and_reads_on(tmp_path: Path) -> N
         async with served(tmp_path) as bed:
             gate = WriteGate("s", bed.server.heard, voters=("s", "n0", "n1"), horizon_s=5.0, clock=bed.clock)
             bed.engine.gate = gate
-            store = await bed.client()  # is n0
-            await store.put("a", "1")
-            bed.clock.now += 4.0
+            store = await bed.client(clock=bed.clock)  # is n0
             await store.get("a")
-            bed.clock.now += 4.0
+            with pytest.raises(GateError, match="1 of 3"):
+                await store.put("a", "1")
+
+            async def beat() -> None:
+                asked = bed.clock.now
+                await bed.server.beat()
+                bed.clock.now += 1.0  # the answer counts from the question
+                while bed.server.heard.get("n0") != asked:
+                    await asyncio.sleep(0)
+
+            await beat()
+            await store.put("a", "1")
+            bed.clock.now += 3.5
+            assert store.silent_s >= 3.5
             await store.put("a", "2")
-            bed.server.heard.clear()
+            await beat()
+            bed.clock.now += 3.5
+            await store.put("a", "2")
+            bed.clock.now += 0.5
             assert gate() == "1 of 3 nodes in sight within 5 s; 2 are needed"
-            bed.server.heard["stranger"] = bed.server.heard["n9"] = bed.clock.now
+            late = bed.server
+            late.heard["stranger"] = late.heard["n9"] = bed.clock.now
             with pytest.raises(GateError, match="1 of 3"):
                 bed.engine.write({}, {"a": "3"})
             gate.set_voters(["s"])
