@@ -7,41 +7,24 @@ own, so that one whose answer was lost is not done twice. A watch goes on after 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
 from launcher.store import limits
 from launcher.store.auth import Token
 from launcher.store.contract import Change, Entry, Listing
-from launcher.store.errors import BY_CODE, StoreError, UnavailableError
+from launcher.store.errors import StoreError, UnavailableError
 from launcher.store.link import Connection, Identity, Moved, Place, connect
 from launcher.store.snapshot import Snapshot
+from launcher.store.waiting import Call, Watch
 
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
 REQUEST_ID_BYTES = 16
-
-
-class _Call:
-    """One request that waits for its answer."""
-
-    def __init__(self, message: dict[str, Any]) -> None:
-        self.message = message
-        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-
-class _Watch:
-    """One watch; ``after`` is the revision up to which everything has been put into ``ready``."""
-
-    def __init__(self, prefix: str, after: int) -> None:
-        self.prefix = prefix
-        self.after = after
-        self.ready: asyncio.Queue[list[Change] | StoreError | None] = asyncio.Queue()
 
 
 class RemoteStore:
@@ -66,8 +49,8 @@ class RemoteStore:
         self._clock = clock
         self._last_beat = clock()
         self._term = 0
-        self._calls: dict[int, _Call] = {}
-        self._watches: dict[int, _Watch] = {}
+        self._calls: dict[int, Call] = {}
+        self._watches: dict[int, Watch] = {}
         self._count = 0
         self._link: Connection | None = None
         self._task: asyncio.Task[None] | None = None
@@ -96,7 +79,7 @@ class RemoteStore:
     @generation.setter
     def generation(self, generation: int | None) -> None:
         self._generation = generation
-        self._post(_Call({"op": "generation", "generation": generation}), keep=False)
+        self._post(Call({"op": "generation", "generation": generation}), keep=False)
 
     def relocate(self, place: Place, *, term: int) -> None:
         """Go to another place, and never again to a store of an earlier term."""
@@ -166,7 +149,7 @@ class RemoteStore:
         limits.check_prefix(prefix)
         limits.check_revision(from_revision)
         self._count += 1
-        number, watch = self._count, _Watch(prefix, from_revision)
+        number, watch = self._count, Watch(prefix, from_revision)
         self._watches[number] = watch
         try:
             self._start()
@@ -179,7 +162,7 @@ class RemoteStore:
                     yield change
         finally:
             self._watches.pop(number, None)
-            self._post(_Call({"op": "unwatch", "watch": number}), keep=False)
+            self._post(Call({"op": "unwatch", "watch": number}), keep=False)
 
     async def snapshot(self) -> Snapshot:
         """Copy the whole store."""
@@ -189,6 +172,12 @@ class RemoteStore:
         """Return some of the store's records after ``seq``, or ``None`` for a copy that has to begin anew."""
         found = await self._ask({"op": "follow", "seq": seq, "digest": digest.hex()})
         return None if found is None else [(number, body.encode()) for number, body in found]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     async def aclose(self) -> None:
         """Let go of the connection; waiting calls fail, watches end."""
@@ -209,7 +198,7 @@ class RemoteStore:
         if self._closed:
             raise UnavailableError("this client of the store was closed")
         self._start()
-        call = _Call(message)
+        call = Call(message)
         number = self._post(call, keep=True)
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -232,7 +221,7 @@ class RemoteStore:
             self._fail(UnavailableError(f"the client of the store broke: {type(error).__name__}: {error}"))
             self._closed = True
 
-    def _post(self, call: _Call, *, keep: bool) -> int:
+    def _post(self, call: Call, *, keep: bool) -> int:
         self._count += 1
         call.message["id"] = self._count
         if keep:
@@ -290,7 +279,7 @@ class RemoteStore:
             self._link = None
             self.connected.clear()
 
-    async def _begin_watch(self, link: Connection, number: int, watch: _Watch) -> None:
+    async def _begin_watch(self, link: Connection, number: int, watch: Watch) -> None:
         link.post({"op": "watch", "id": number, "prefix": watch.prefix, "after": watch.after})
 
     def _heard(self, message: dict[str, Any]) -> None:
@@ -302,52 +291,18 @@ class RemoteStore:
                 self._link.post({"op": "beat", "id": message["beat"]})
             return
         if "watch" in message:
-            self._heard_of_watch(message["watch"], message)
+            if (watch := self._watches.get(message["watch"])) is not None:
+                watch.take(message)
             return
         number = message.get("id")
         if number in self._watches:
             if "error" in message:
-                self._heard_of_watch(number, message)
+                self._watches[number].take(message)
             return
-        call = self._calls.get(number) if isinstance(number, int) else None
-        if call is None or call.answer.done():
-            return
-        if "error" in message:
-            call.answer.set_exception(_as_error(message))
-        else:
-            call.answer.set_result(message.get("ok"))
-
-    def _heard_of_watch(self, number: int, message: dict[str, Any]) -> None:
-        watch = self._watches.get(number)
-        if watch is None:
-            return
-        if "error" in message:
-            watch.ready.put_nowait(_as_error(message))
-            return
-        rows = message["changes"]
-        following = [row[2] for row in rows[1:]] + [None]
-        watch.after = message["revision"]
-        if rows:
-            watch.ready.put_nowait(
-                [
-                    Change(key=key, value=value, revision=revision, last=revision != after)
-                    for (key, value, revision), after in zip(rows, following, strict=True)
-                ]
-            )
+        if isinstance(number, int) and (call := self._calls.get(number)) is not None:
+            call.take(message)
 
     def _backoff_s(self, tries: int) -> float:
         share = int.from_bytes(self._identity.random(2), "big") / 0xFFFF
         return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(tries, 10)) * (0.5 + share / 2)
 
-
-def _as_error(message: Mapping[str, Any]) -> StoreError:
-    return BY_CODE.get(str(message["error"]), StoreError)(str(message.get("say")))
-
-
-@contextlib.asynccontextmanager
-async def closing(store: RemoteStore) -> AsyncIterator[RemoteStore]:
-    """Close a client at the end of a block."""
-    try:
-        yield store
-    finally:
-        await store.aclose()

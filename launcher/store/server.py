@@ -1,24 +1,15 @@
-"""Serves one job's store on one address: who has not proved to hold the token gets a nonce, and no more.
-
-Bounds on strangers: ``MAX_UNPROVEN`` connections at once (the one that has waited longest goes first),
-``HANDSHAKE_S`` to prove oneself, ``MAX_FRAME_BYTES`` held for each, and no line of the log that they can fill.
-"""
+"""Serves one job's store on one address: who has not proved to hold the token gets a nonce, and no more."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
-import socket
 import ssl
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from aiohttp import ClientConnectionError, WSMsgType, web
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.web_protocol import RequestHandler
 
 from launcher.store import wire
 from launcher.store.auth import (
@@ -32,6 +23,7 @@ from launcher.store.auth import (
     server_proof,
 )
 from launcher.store.contract import Change
+from launcher.store.door import HANDSHAKE_S, Door, Strangers, Visit, bind_one
 from launcher.store.engine import Engine
 from launcher.store.errors import CompactedError
 from launcher.store.session import Session
@@ -39,8 +31,6 @@ from launcher.store.session import Session
 log = logging.getLogger("liverun.store")
 SESSION_PATH = "/v1/session"
 HEALTH_PATH = "/healthz"
-HANDSHAKE_S = 5.0
-MAX_UNPROVEN = 1024
 HEARTBEAT_S = 15.0
 TICK_S = 0.5
 """how long a lease may outlive its time when nobody asks; it never ends early"""
@@ -59,15 +49,13 @@ class StoreServer:
         self.engine = engine
         self.heard: dict[str, float] = {}
         """for each node, when the latest :meth:`beat` it has answered was asked, on the engine's clock"""
-        self.refused = 0
-        """connections that did not prove themselves"""
+        self.strangers = Strangers()
         self._token = token
         self._job = job
         self._random = random
         self._ssl = ssl_context
         self._sessions: dict[Session, web.WebSocketResponse] = {}
-        self._unproven: OrderedDict[_Visit, None] = OrderedDict()
-        self._door: _Door | None = None
+        self._door: Door | None = None
         self._listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -76,8 +64,8 @@ class StoreServer:
 
         Raises ``ValueError`` for an address that means all of them, and ``OSError``.
         """
-        listener = _bind(host, port)
-        self._door = _Door(self)
+        listener = bind_one(host, port)
+        self._door = Door(self.handle, self.strangers)
         self._listener = await asyncio.get_running_loop().create_server(
             self._door, sock=listener, ssl=self._ssl, backlog=1024,
             ssl_handshake_timeout=HANDSHAKE_S if self._ssl else None,
@@ -124,11 +112,11 @@ class StoreServer:
         try:
             claim = await self._greet(ws)
             visit = request.protocol
-            assert isinstance(visit, _Visit)
+            assert isinstance(visit, Visit)
             visit.prove()
             await self._serve(claim, ws)
         except ValueError as error:
-            self.refused += 1
+            self.strangers.refused += 1
             log.debug("closed a connection: %s", error)
         except (ConnectionError, ClientConnectionError):
             pass
@@ -207,94 +195,6 @@ class StoreServer:
                 self.engine.expire()
             due = self.engine.next_due_s()
             await asyncio.sleep(TICK_S if due is None else min(max(due, 0.01), TICK_S))
-
-    # --- strangers ----------------------------------------------------------------------------------------
-
-    def arrived(self, visit: _Visit) -> None:
-        """Count a connection that has not proved itself yet; drop the oldest when there are too many."""
-        self._unproven[visit] = None
-        if len(self._unproven) > MAX_UNPROVEN:
-            oldest, _ = self._unproven.popitem(last=False)
-            oldest.drop()
-
-    def left(self, visit: _Visit) -> None:
-        """Forget a connection: it has proved itself, or is gone."""
-        self._unproven.pop(visit, None)
-
-
-class _Visit(RequestHandler):
-    """One connection; has to prove itself in time, whatever it sends or does not send meanwhile."""
-
-    __slots__ = ("_deadline", "_server")
-
-    def __init__(self, manager: _Door, server: StoreServer, **kwargs: Any) -> None:
-        super().__init__(manager, **kwargs)
-        self._server = server
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._server.arrived(self)
-        self._deadline = asyncio.get_running_loop().call_later(HANDSHAKE_S, self.drop)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self.prove()
-        super().connection_lost(exc)
-
-    def prove(self) -> None:
-        """No longer a stranger."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        self._server.left(self)
-
-    def drop(self) -> None:
-        """Cut the connection."""
-        self._server.refused += 1
-        transport = self.transport
-        if transport is not None:
-            transport.abort()
-
-
-class _Door(web.Server):
-    """Makes a :class:`_Visit` of every connection."""
-
-    def __init__(self, server: StoreServer) -> None:
-        super().__init__(server.handle, handler_cancellation=True)
-        self._server = server
-
-    def __call__(self) -> _Visit:
-        return _Visit(
-            self, self._server, loop=self._loop, access_log=None, logger=_http_log, keepalive_timeout=HANDSHAKE_S,
-            max_line_size=1024, max_field_size=1024, lingering_time=0.0, read_bufsize=2**14,
-        )  # fmt: skip
-
-
-def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Strangers' broken requests are not worth a line each; a fault of ours is."""
-    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
-    return error is not None and not isinstance(error, HttpProcessingError | ConnectionError)
-
-
-_http_log = logging.getLogger("liverun.store.http")
-_http_log.addFilter(_is_our_fault)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family, kind, number, _, address = socket.getaddrinfo(host or "::", port, type=socket.SOCK_STREAM)[0]
-    found = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    if found.is_unspecified or (mapped is not None and mapped.is_unspecified):
-        raise ValueError(f"{host!r} is every address of this machine; give the one that the nodes reach")
-    listener = socket.socket(family, kind, number)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
 
 
 def _read_claim(message: wire.Message, server_nonce: bytes) -> tuple[Claim, bytes]:

@@ -56,7 +56,10 @@ class Session:
         await self._send({"beat": self._beats})
 
     async def run(self, heard: Callable[[Claim, float], None]) -> None:
-        """Serve; ``heard`` is told of each answered :meth:`beat` and when it was asked. Returns when the connection is over. Raises ``ValueError`` for a client that breaks the rules."""
+        """Serve until the connection is over. Raises ``ValueError`` for a client that breaks the rules.
+
+        ``heard`` is told of each answered :meth:`beat` and when it was asked.
+        """
         joiner = wire.Joiner(wire.MAX_REQUEST_BYTES)
         watching = asyncio.create_task(self._run_watches())
         try:

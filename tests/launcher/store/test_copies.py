@@ -158,7 +158,7 @@ def test_a_store_that_sees_no_majority_says_so_and_reads_on(tmp_path: Path) -> N
                 asked = bed.clock.now
                 await bed.server.beat()
                 bed.clock.now += 1.0  # the answer counts from the question
-                while bed.server.heard.get("n0") != asked:
+                while bed.server.heard.get("n0") != asked:  # noqa: ASYNC110  (the answer has no event)
                     await asyncio.sleep(0)
 
             await beat()
@@ -254,7 +254,7 @@ def test_a_lease_kept_in_the_background_lives_and_is_ended_with_its_block(tmp_pa
                     bed.clock.now += 1.0
                     beats.release()
                     before = held.left_s
-                    while held.left_s <= before:
+                    while held.left_s <= before:  # noqa: ASYNC110  (a renewal has no event)
                         await asyncio.sleep(0)
                 assert await store.get("leader") is not None
             assert await store.get("leader") is None

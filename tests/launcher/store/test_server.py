@@ -132,7 +132,7 @@ def test_another_token_job_or_generation_is_refused(tmp_path: Path) -> None:
             await good.fence(4)
             await refusal(bed, FencedError, "generation 3 is over; 4 is active", generation=3)
             await good.put("a", "2")
-            assert bed.server.refused == 3
+            assert bed.server.strangers.refused == 3
 
     play(scene)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
@@ -19,7 +18,7 @@ import pytest
 from store_bed import HOST, JOB
 
 from launcher.store.auth import read_token_file
-from launcher.store.client import RemoteStore, closing
+from launcher.store.client import RemoteStore
 from launcher.store.link import Place
 from launcher.store.service import client_tls
 
@@ -71,11 +70,9 @@ class Service:
         self.process = None
         return code, errors
 
-    def client(self, **more: Any) -> contextlib.AbstractAsyncContextManager[RemoteStore]:
+    def client(self, **more: Any) -> RemoteStore:
         token = read_token_file(Path(self.options["token_file"]), uid=os.geteuid())
-        return closing(
-            RemoteStore([self.place], token, job=JOB, node="n", role="agent", random=secrets.token_bytes, **more)
-        )
+        return RemoteStore([self.place], token, job=JOB, node="n", role="agent", random=secrets.token_bytes, **more)
 
 
 @pytest.fixture
