@@ -288,16 +288,25 @@ def test_a_journal_that_takes_no_more_keeps_a_lease_until_its_end_can_be_written
     engine = Engine(tmp_path / "store.db", clock=lambda: now[0])
     lease = engine.grant(5.0)
     engine.write({}, {"node/n0": "here"}, lease=lease)
+    engine.journal._db.execute("pragma query_only=on")
+    now[0] = 9.0
+    for _ in range(2):
+        assert engine.get("node/n0") is not None
+    engine.journal._db.execute("pragma query_only=off")
+    assert engine.get("node/n0") is None
+    assert not engine.keep_alive(lease)
+    engine.close()
+
+
+def test_a_database_at_its_bound_is_told_and_goes_on(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "store.db", clock=clock)
+    engine.write({}, {"a": "1"})
     room = engine.journal._db.execute("pragma page_count").fetchone()[0]
     engine.journal._db.execute(f"pragma max_page_count={room}")
-    with pytest.raises(FullError):
-        engine.write({}, {"k": "v" * 2000})
-    now[0] = 9.0
-    kept = engine.get("node/n0")
+    with pytest.raises(FullError, match="nothing of it was kept"):
+        engine.write({}, {"k": "v" * 20_000})
     engine.journal._db.execute("pragma max_page_count=100000")
-    gone = engine.get("node/n0")
-    assert gone is None
-    assert kept is None or kept.value == "here"
+    engine.write({}, {"k": "v" * 20_000})
     engine.close()
 
 

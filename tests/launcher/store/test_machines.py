@@ -20,7 +20,7 @@ from launcher.store.snapshot import Snapshot
 
 KEYS = st.sampled_from(["n/0", "n/1", "n/2", "o/0"])
 RUN = settings(max_examples=40, stateful_step_count=30, deadline=None)
-KEPT = 25
+KEPT = 6
 
 
 @pytest.fixture(autouse=True)
