@@ -86,6 +86,49 @@ def line_of(started: subprocess.Popen[str]) -> str:
     return started.stdout.readline()
 
 
+# --- one client while strangers crowd the door ----------------------------------------------------------------
+
+CROWD = """
+import asyncio, sys
+async def main(port):
+    writers = []
+    for number in range(500):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        if number % 3:
+            writer.write(b"GET /v1/session HTTP/1.1\\r\\nHost: ")
+        writers.append(writer)
+    print("there", flush=True)
+    for _ in range(90):
+        for writer in writers:
+            if not writer.is_closing():
+                writer.write(b"x")
+            await asyncio.sleep(0.05 / 500)
+asyncio.run(main(int(sys.argv[1])))
+"""
+
+
+async def strangers(cores: tuple[int, int]) -> dict[str, Any]:
+    """One client alone, then beside 500 connections that say nothing or a byte at a time, from another process."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        process([sys.executable, "-c", PROGRAM, name, "process-safe"], cores[0]) as server,
+    ):
+        place = Place(HOST, json.loads(line_of(server))["port"])
+        token = read_token_file(Path(name) / "token", uid=os.geteuid())
+        async with RemoteStore(
+            [place], token, job="bench", node="n", role="agent", random=secrets.token_bytes
+        ) as store:
+            mine = [0]
+            await compare_and_set(store, mine, 0)
+            before_mib = psutil.Process(server.pid).memory_info().rss / 2**20
+            quiet = [await compare_and_set(store, mine, 0) for _ in range(2000)]
+            with process(["nice", "-n", "19", sys.executable, "-c", CROWD, str(place.port)], cores[1]) as crowd:
+                await asyncio.to_thread(line_of, crowd)
+                crowded = [await compare_and_set(store, mine, 0) for _ in range(2000)]
+            grown_mib = psutil.Process(server.pid).memory_info().rss / 2**20 - before_mib
+    return {"alone": spread(quiet), "in_the_crowd": spread(crowded), "grown_mib": round(grown_mib, 1)}
+
+
 # --- ours and etcd, through the store contract ---------------------------------------------------------------
 
 Connect = Callable[[int], Store]
@@ -305,6 +348,7 @@ def main() -> None:
     parser.add_argument("--beside", default="", help="etcd,tcpstore")
     parser.add_argument("--one-core", action="store_true")
     parser.add_argument("--power-safe", action="store_true", help="wait for the disk at every write")
+    parser.add_argument("--strangers", action="store_true", help="one client beside 500 strangers")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
@@ -313,6 +357,9 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[1]})
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if options.strangers:
+        print(json.dumps(asyncio.run(strangers(cores))))
+        return
     kind = "power-safe" if options.power_safe else "process-safe"
     found: dict[str, Any] = {f"liverun store, {kind}": asyncio.run(ours(sizes, cores, kind))}
     beside = options.beside.split(",")

@@ -320,6 +320,10 @@ def test_a_refused_append_leaves_the_chain_as_it_was(tmp_path: Path) -> None:
         journal.append([b"2", b"3"])
     assert (journal.seq, journal.digest) == kept
     journal._db.execute("pragma query_only=off")
+    with pytest.raises(KeyboardInterrupt), journal._transaction():  # noqa: PT012  (what is raised is the point)
+        journal._db.execute("insert into records values (2, x'', x'')")
+        raise KeyboardInterrupt
+    assert (journal.seq, journal.digest) == kept
     journal.append([b"2"])
     journal.close()
     again = Journal(tmp_path / "j.db")
