@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from .launch import Launched
+from .conftest import PROBE
+from .launch import Launched, read_lines
 from .test_resize import assert_bit_identical, losses, run_pair
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -79,3 +80,19 @@ def test_a_resize_works_after_an_aborted_one(
     assert job.finish() == 0, job.output()
     generations = {row["generation"] for row in losses(disturbed).values()}
     assert generations == {1, 3}, "a generation number was used twice, or the second resize did not happen"
+
+
+def test_a_resize_that_comes_too_late_does_not_harm_the_end(
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    job = launch(
+        PROBE, str(out), *train_arguments(out, steps=6), nproc=2, standbys=1, probe={"steps_per_change": 1}
+    )
+    job.until("step 3", lambda: len(read_lines(out / "loss.jsonl")) > 3)
+    asked = job.cli("resize", job.job, "--no-wait", "--replace=1")
+    assert asked.returncode == 0, asked.stderr
+    assert job.finish() == 0, job.output()
+    assert len(losses(out)) == 6
+    assert job.kinds()[-1] == "finished"
