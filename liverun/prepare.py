@@ -18,6 +18,7 @@ import torch
 
 from liverun import fence, groups, rng
 from liverun.hollow import Hollow
+from liverun.memory import available_bytes
 from liverun.messages import Member, Prepare
 from liverun.world import Training, World
 from resharding import boxes, megatron
@@ -61,6 +62,20 @@ class Next:
         fence.destroy(self.bridge.groups)
         if self.standing is not None:
             fence.destroy(self.standing.globals.groups)
+
+
+def _touch(holding: boxes.Holding) -> None:
+    """Let the operating system find the pages now, beside the training, rather than in the pause.
+
+    The old state is kept until the commit, so the pages are needed beside it in any case. Where they could be short,
+    they are left to the moment they are written.
+    """
+    storages = {view.untyped_storage().data_ptr(): view for view in (piece.view() for piece in holding.pieces)}
+    views = [view for view in storages.values() if view.device.type == "cpu"]
+    if sum(view.untyped_storage().nbytes() for view in views) > available_bytes() // 4:
+        return
+    for view in views:
+        torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).zero_()
 
 
 def moves_streams(spec: Prepare, present: World | None) -> bool:
@@ -199,6 +214,7 @@ class Preparation:
                 megatron.materialize_optimizer_state(training.optimizer, empty=True)
             holding = megatron.holding_of(training.model, training.optimizer)
             hollow.check_buffers(training.model, (piece.view() for piece in holding.pieces))
+            _touch(holding)
         return Standing(world=world, globals=there, training=training, holding=holding)
 
 
