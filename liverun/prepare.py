@@ -57,9 +57,14 @@ class Next:
     """where the streams of this rank's new role arrive; empty where streams are seeded anew"""
     prepare_s: float
 
+    def give_up_bridge(self) -> None:
+        """Close the bridge's connections, so that nobody waits for this member any longer."""
+        fence.destroy(self.bridge.groups)
+        self.bridge.default_pg = None
+
     def discard(self) -> None:
         """Give back everything that was built for the change."""
-        fence.destroy(self.bridge.groups)
+        self.give_up_bridge()
         if self.standing is not None:
             fence.destroy(self.standing.globals.groups)
 
@@ -147,7 +152,7 @@ class Preparation:
             with self._deciding:
                 dropped = self._dropped
             if not dropped:
-                self._on_failed(self.spec.generation, f"{type(error).__name__}: {_in_short(error)}")
+                self._on_failed(self.spec.generation, in_short(error))
             return
         with self._deciding:
             if not self._dropped:
@@ -246,7 +251,8 @@ def _itself(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def _in_short(error: BaseException) -> str:
-    """One line of an error: gloo's come with a source path before them and advice behind."""
+def in_short(error: BaseException) -> str:
+    """Put an error into one line: gloo's come with a source path before them and advice behind."""
     line = (str(error).strip() or "no message").splitlines()[0]
-    return _SOURCE_PATH.sub("", line).partition(" This is typically caused by")[0]
+    line = _SOURCE_PATH.sub("", line).partition(" This is typically caused by")[0]
+    return f"{type(error).__name__}: {line}"
