@@ -90,7 +90,8 @@ class Agent:
         )  # fmt: skip
         controller = Controller(
             state, job=self._job, store=store, template=template, reaper=reaper, events=self._events,
-            relay=relay,            say=say,
+            relay=relay,
+            say=say,
         )  # fmt: skip
         controller.pool = pool = Pool(
             options, job=self._job, folder=folder, template=template, reaper=reaper, threads=threads,

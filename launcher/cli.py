@@ -7,8 +7,10 @@ Nothing here imports torch; what a command needs is imported when it runs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,13 +26,35 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-def option(name: str, text: str, *more: str, torchrun: bool = False) -> Any:
+def whole_number(text: str) -> int:
+    """Read a whole number; what is none is named in the error, as the parser's own would not."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def seconds(text: str) -> float:
+    """Read a duration in seconds, finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{text!r} is not a number of seconds")
+    return value
+
+
+def option(
+    name: str, text: str, *more: str, torchrun: bool = False, parser: Callable[[str], Any] | None = None
+) -> Any:
     """Declare an option in both spellings, and its environment variables."""
     flags = [name] + ([name[:2] + name[2:].replace("-", "_")] if "-" in name[2:] else []) + list(more)
     dest = name[2:].replace("-", "_").upper()
     return typer.Option(
         *flags,
         help=text,
+        parser=parser,
         envvar=[f"LIVERUN_{dest}"] + ([f"PET_{dest}"] if torchrun else []),
         show_envvar=False,
     )
@@ -177,17 +201,20 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
 def resize(  # noqa: PLR0917  (typer reads options from the signature)
     job: Job = None,
     workers: Annotated[
-        int | None, option("--workers", "workers of the new world; as many as now if left out")
+        int | None,
+        option("--workers", "workers of the new world; as many as now if left out", parser=whole_number),
     ] = None,
     layout: Annotated[str | None, option("--layout", "layout of the new world; axes not named are 1")] = None,
-    nodes: Annotated[int | None, option("--nodes", "nodes of the new world")] = None,
+    nodes: Annotated[int | None, option("--nodes", "nodes of the new world", parser=whole_number)] = None,
     replace: Annotated[
         str | None, option("--replace", "put a standby in place of this worker (id or rank)")
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="wait until it is done", envvar="LIVERUN_WAIT")
     ] = True,
-    timeout: Annotated[float, option("--timeout", "seconds that preparing may take")] = 60.0,
+    timeout: Annotated[
+        float, option("--timeout", "seconds that preparing may take", parser=seconds)
+    ] = 60.0,
     run_dir: RunDir = None,
     as_json: AsJson = False,
 ) -> None:

@@ -271,9 +271,11 @@ def _rank_done(turn: Turn, worker: str) -> None:
         and state.proposal.phase is Phase.SWITCHING
         and worker not in state.proposal.votes
     ):
-        rank = state.world.ranks.index(worker) if state.world else state.workers[worker].boot_rank
-        _rank_failed(turn, worker, rank, 0)
-        return
+        # it ended its loop before it could say so
+        reason = "the script ended before the change"
+        vote = Switched(generation=state.proposal.generation or 0, ok=False, reason=reason)
+        turn.set_proposal(votes={**state.proposal.votes, worker: vote})
+        generation.count_votes(turn)
     turn.set(done_ranks=state.done_ranks | {worker})
     if state.proposal is not None and state.proposal.phase is not Phase.SWITCHING:
         generation.abort(turn, "the job is ending")

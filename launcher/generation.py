@@ -33,6 +33,8 @@ MAX_ARM_TRIES = 10
 MAX_ARM_MARGIN = 64
 """steps ahead, at most; more would make a job of slow steps wait long for its switch"""
 RETIRE_TIMEOUT_S = 60.0
+ROOT_CAUSE_PATIENCE_S = 0.5
+"""how long an abort waits for the end of a member: a better reason than the broken connection its peer saw"""
 
 
 def begin_first(turn: Turn) -> None:
@@ -260,7 +262,9 @@ def count_votes(turn: Turn) -> None:
     noes = [worker for worker, vote in votes.items() if not vote.ok]
     yeses = [worker for worker, vote in votes.items() if vote.ok]
     if not yeses and turn.state.world is not None:
-        why = f"{turn.name(noes[0])}: {votes[noes[0]].reason}" if noes else "no worker is left to vote"
+        # the root cause first would be better, but only the reader can tell it from what followed
+        why = "; ".join(f"{turn.name(worker)}: {votes[worker].reason}" for worker in noes)
+        why = why or "no worker is left to vote"
         lost = (
             f"; {', '.join(map(turn.name, sorted(proposal.lost)))} ended while switching"
             if proposal.lost
@@ -352,8 +356,12 @@ def close_retired(turn: Turn) -> None:
     turn.do(CloseStore(generation=retiring.generation))
 
 
-def abort(turn: Turn, reason: str, *, kill: frozenset[str] = frozenset()) -> None:
-    """Drop the proposal; the old world trains on. Without an old world the job fails."""
+def abort(turn: Turn, reason: str) -> None:
+    """Drop the proposal; the old world trains on. Without an old world the job fails.
+
+    Joiners that were preparing are killed and replaced: one of them may hang, and whoever waits for it in a
+    collective, which gloo cannot abort, is free at once.
+    """
     proposal = turn.state.proposal
     if proposal is None:
         return
@@ -361,8 +369,11 @@ def abort(turn: Turn, reason: str, *, kill: frozenset[str] = frozenset()) -> Non
         fail(turn, reason)
         return
     assert proposal.wish is not None
-    generation = proposal.generation
+    generation, kill = proposal.generation, set[str]()
     if proposal.target is not None and generation is not None:
+        if proposal.phase in (Phase.PREPARING, Phase.READY):
+            kill = {member.worker for member in proposal.target.members if member.old_rank is None}
+            kill &= set(turn.state.workers)
         if proposal.phase is Phase.READY and proposal.step is not None:
             for worker in turn.state.world.ranks:
                 turn.send(worker, Cancel(generation=generation, step=proposal.step))
@@ -393,8 +404,10 @@ def fail(turn: Turn, reason: str) -> None:
 def failed(turn: Turn, worker: str, message: Failed) -> None:
     """Abort: a member could not prepare."""
     proposal = turn.state.proposal
-    if proposal is not None and proposal.phase in (Phase.PREPARING, Phase.READY):
-        abort(turn, f"{turn.name(worker)}: {message.reason}")
+    if proposal is None or proposal.phase not in (Phase.PREPARING, Phase.READY) or proposal.failure:
+        return
+    deadline = min(proposal.deadline, turn.now + ROOT_CAUSE_PATIENCE_S)
+    turn.set_proposal(failure=f"{turn.name(worker)}: {message.reason}", deadline=deadline)
 
 
 def late(turn: Turn) -> None:
@@ -403,11 +416,12 @@ def late(turn: Turn) -> None:
     if proposal is None or turn.now < proposal.deadline:
         return
     waited = f"in {turn.now - proposal.began:.0f} s"
-    if proposal.phase is Phase.PREPARING:
+    if proposal.failure:
+        abort(turn, proposal.failure)
+    elif proposal.phase is Phase.PREPARING:
         silent = _names(proposal) - proposal.prepared
-        hung = frozenset(name for name in silent if world is not None and name not in world.ranks)
         names = ", ".join(map(turn.name, sorted(silent)))
-        abort(turn, f"{names} did not get ready {waited}", kill=hung)
+        abort(turn, f"{names} did not get ready {waited}")
     elif proposal.phase is Phase.PROPOSED:
         abort(
             turn,

@@ -119,6 +119,8 @@ class Proposal:
     votes: Mapping[str, Switched] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     """joiners that ended while switching"""
+    failure: str = ""
+    """why a member could not prepare; the abort waits a moment for the end of the peer that may have caused it"""
     retired: Mapping[str, bool] = field(default_factory=dict)
     """members that said Retired before the last vote was in; whether they leave"""
 

@@ -32,7 +32,7 @@ def print_status(status: dict[str, Any]) -> None:
         axes = ", ".join(
             f"{axis}={size}" for axis, size in world["layout"].items() if size != 1 or axis == "dp"
         )
-        head += f", {world['size']} workers, {axes}"
+        head += f", {world['size']} worker{'s' * (world['size'] != 1)}, {axes}"
     if status["step"] is not None:
         head += f", step {status['step']}"
     if status["report"]:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -66,7 +67,9 @@ def install() -> torch.device:
     times, before or after Megatron is imported; only a call after it adds what Megatron forgot to define.
     """
     if torch.cuda.is_available():
-        return torch.device("cuda")
+        # a worker keeps its device for life, whatever its rank becomes
+        place = int(os.environ.get("LIVERUN_SLOT") or os.environ.get("LOCAL_RANK") or 0)
+        return torch.device("cuda", place % torch.cuda.device_count())
     _replace()
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if moe_utils is not None and not hasattr(moe_utils, "te_general_gemm"):

@@ -131,7 +131,7 @@ class Job:
         if self.next_step < num_steps:
             return True
         if self._worker is not None:
-            self._worker.gate.finish()
+            self._worker.finish()
         return False
 
     def step(self) -> _StepContext:
@@ -288,7 +288,8 @@ class _Worker:
                 self._link.send(messages.Armed(
                     generation=message.generation, step=message.step, late=answer.late, at_step=answer.at_step))
             case messages.Go():
-                self.gate.go(message.generation)
+                if not self.gate.go(message.generation):
+                    self._say_over(message.generation)
             case messages.Cancel():
                 self.gate.disarm(message.generation)
             case messages.Abort():
@@ -357,6 +358,16 @@ class _Worker:
         self._link.send(messages.Switched(generation=spec.generation, ok=True))
         return standing
 
+    def finish(self) -> None:
+        """End the loop: a change of world that was to come at a later step does not."""
+        generation = self.gate.finish()
+        if generation is not None:
+            self._say_over(generation)
+
+    def _say_over(self, generation: int) -> None:
+        self._link.send(messages.Switched(
+            generation=generation, ok=False, reason="the script ended before the step of the change"))
+
     def take(self, generation: int) -> Next:
         """Hand over what was prepared for ``generation``."""
         assert self._preparing is not None
@@ -393,7 +404,7 @@ class _Worker:
     def _end(self) -> None:
         """At the interpreter's end: no thread of ours may still be inside torch, which aborts the process then."""
         self._ending = True
-        self.gate.finish()
+        self.finish()
         if self._preparing is not None:
             self._preparing.drop()
             self._preparing.join()
@@ -406,7 +417,7 @@ class _Worker:
         # nobody closes the bridge while somebody still reads its vote; a peer that is gone has nothing left to read
         with contextlib.suppress(RuntimeError):
             prepared.bridge.default_pg.barrier().wait()
-        fence.destroy(prepared.bridge.groups)
+        prepared.give_up_bridge()
         if old is not None:
             megatron.let_go(old.training.model)
             fence.destroy(old.globals.groups)
@@ -457,6 +468,8 @@ def join(
     """
     fence.install()
     device = devices.install()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     # what is alive now is alive for good; a collection after each change need not walk all of torch and Megatron
     gc.freeze()
     timeout = timedelta(seconds=timeout_s)

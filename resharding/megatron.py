@@ -114,13 +114,20 @@ def let_go(model_chunks: Sequence[torch.nn.Module]) -> None:
     """Make chunks that will not be used again collectable, with all they hold: buffers, groups, optimizer shards.
 
     A circle runs through C++, where Python's collector cannot see it: optimizer shards are views of parameters, the
-    gradient accumulators of those carry DDP's hooks, and the hooks refer to DDP, which knows the optimizer. So each
-    chunk is emptied; whoever still uses it gets an error rather than yesterday's model.
+    gradient accumulators of those carry DDP's hooks, and the hooks refer to DDP, which knows the optimizer. And
+    rotary embeddings cache their results in their class, under themselves. So modules are emptied and such caches
+    cleared; whoever still uses a chunk gets an error rather than yesterday's model.
     """
     for chunk in model_chunks:
+        modules = list(chunk.modules())
         for param in chunk.parameters():
             vars(param).clear()
-        vars(chunk).clear()
+        for kind in {base for module in modules for base in type(module).__mro__}:
+            for member in vars(kind).values():
+                if hasattr(member, "cache_clear"):
+                    member.cache_clear()
+        for module in modules:
+            vars(module).clear()
 
 
 def materialize_optimizer_state(optimizer: Any, *, empty: bool = False) -> None:

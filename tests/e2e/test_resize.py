@@ -94,6 +94,7 @@ def changes_by_generation(folder: Path) -> dict[int, Rows]:
     return rows
 
 
+@pytest.mark.py312
 def test_losses_are_those_of_the_static_run(elastic_and_static: Any) -> None:
     elastic, static = losses(elastic_and_static[0]), losses(elastic_and_static[1])
     assert len(elastic) == len(static) == STEPS
@@ -103,6 +104,7 @@ def test_losses_are_those_of_the_static_run(elastic_and_static: Any) -> None:
     assert static[STEPS - 1]["loss"] < 0.8 * static[0]["loss"], "the model did not learn, so the test shows nothing"
 
 
+@pytest.mark.py312
 def test_an_evaluation_gives_the_same_loss_before_and_after_every_change(elastic_and_static: Any) -> None:
     rows = changes_by_generation(elastic_and_static[0])
     compared = 0
@@ -115,6 +117,7 @@ def test_an_evaluation_gives_the_same_loss_before_and_after_every_change(elastic
     assert compared >= 11
 
 
+@pytest.mark.py312
 def test_canonical_state_is_the_same_bit_for_bit_over_every_change(elastic_and_static: Any) -> None:
     folder = elastic_and_static[0]
     rows = changes_by_generation(folder)
@@ -133,6 +136,7 @@ def test_canonical_state_is_the_same_bit_for_bit_over_every_change(elastic_and_s
     assert len(generations) >= 12
 
 
+@pytest.mark.py312
 def test_every_sample_is_used_exactly_once_and_in_the_static_order(elastic_and_static: Any) -> None:
     """Known complaint 41: samples lost or repeated when the worker count changes."""
     used = []
@@ -146,6 +150,7 @@ def test_every_sample_is_used_exactly_once_and_in_the_static_order(elastic_and_s
     assert sorted(itertools.chain.from_iterable(used[0].values())) == list(range(STEPS * 8))
 
 
+@pytest.mark.py312
 def test_survivors_keep_their_processes(elastic_and_static: Any) -> None:
     """Known complaint 29: every scale event restarts every worker."""
     rows = changes_by_generation(elastic_and_static[0])
@@ -156,6 +161,7 @@ def test_survivors_keep_their_processes(elastic_and_static: Any) -> None:
     assert len({row["pid"] for group in rows.values() for row in group}) == 4
 
 
+@pytest.mark.py312
 def test_events_tell_every_phase_of_every_change(elastic_and_static: Any) -> None:
     kinds: dict[int, list[str]] = defaultdict(list)
     for event in elastic_and_static[2]:

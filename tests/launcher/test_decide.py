@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.decide import JOIN_PATIENCE_S, decide, next_deadline
-from launcher.generation import ARM_TIMEOUT_S, MAX_ARM_TRIES, RETIRE_TIMEOUT_S
+from launcher.generation import ARM_TIMEOUT_S, MAX_ARM_TRIES, RETIRE_TIMEOUT_S, ROOT_CAUSE_PATIENCE_S
 from launcher.model import (
     Action,
     Answer,
@@ -101,6 +101,12 @@ class Drive:
 
     def say(self, worker: str, message: Message) -> list[Action]:
         return self.feed(Said(worker=worker, message=message))
+
+    def fail(self, worker: str, generation: int, reason: str) -> list[Action]:
+        """Say Failed, and let the moment pass in which a peer's end would explain it."""
+        actions = self.say(worker, Failed(generation=generation, reason=reason))
+        self.now += ROOT_CAUSE_PATIENCE_S
+        return [*actions, *self.feed(Tick())]
 
     def hello(self, *workers: str, layout: Layout | None = None) -> list[Action]:
         return self.feed(*(Said(worker=w, message=Hello(worker=w, pid=1, layout=layout)) for w in workers))
@@ -269,7 +275,7 @@ def test_a_failure_in_the_first_world_fails_the_job_without_a_retry() -> None:
     drive = Drive(max_restarts=3)
     drive.hello("w0", "w1")
     assert (
-        the(End, drive.say("w1", Failed(generation=1, reason="typo"))).reason
+        the(End, drive.fail("w1", 1, "typo")).reason
         == "worker w1 (to be rank 1): typo"
     )
     other = Drive(max_restarts=3)
@@ -482,9 +488,17 @@ def test_old_world_goes_on_when_a_joiner_dies() -> None:
 def test_old_world_goes_on_when_a_member_fails() -> None:
     for worker in ("w1", "w2"):
         drive = preparing()
-        actions = drive.say(worker, Failed(generation=2, reason="no room"))
+        actions = drive.fail(worker, 2, "no room")
         assert old_world_goes_on(drive, actions).endswith("no room")
-        assert [name for name, _ in sent(Abort, actions)] == ["w0", "w1", "w2"]
+        assert [name for name, _ in sent(Abort, actions)] == ["w0", "w1"]
+        assert the(Kill, actions).worker == "w2", "whoever waits for the joiner would wait on"
+
+
+def test_the_end_of_a_joiner_explains_what_its_peers_saw_of_it() -> None:
+    drive = preparing()
+    assert not drive.say("w0", Failed(generation=2, reason="connection closed by peer"))
+    actions = drive.feed(Exited(worker="w2", code=-9))
+    assert old_world_goes_on(drive, actions).endswith("ended while preparing: killed by SIGKILL")
 
 
 def test_a_hung_joiner_is_named_and_killed_but_a_hung_rank_is_not() -> None:
@@ -593,6 +607,15 @@ def test_a_joiner_that_dies_switching_is_a_no_of_its_own() -> None:
     assert the(End, yes.feed(Exited(worker="w2", code=1))).outcome == "failed"
 
 
+def test_a_rank_that_ends_instead_of_voting_has_said_no() -> None:
+    drive = switching()
+    drive.voted("w0", "w2", only=("w0", "w2"))
+    actions = drive.feed(Exited(worker="w1", code=0))
+    assert "aborted" in kinds(actions)
+    assert not of(End, actions), "the other rank is about to end well too"
+    assert the(End, drive.feed(Exited(worker="w0", code=0))).outcome == "finished"
+
+
 def test_a_commit_that_is_fenced_off_fails_the_job() -> None:
     drive = switching()
     drive._shell = lambda _: None  # type: ignore[method-assign]
@@ -611,7 +634,7 @@ def test_requests_are_queued_and_the_last_wish_wins() -> None:
     assert kinds(drive.wish(workers=4)) == ["queued"]
     superseded = the(Answer, drive.wish(workers=2, cause="resize --workers 2"))
     assert (superseded.wish, superseded.outcome) == (2, "refused")
-    actions = drive.say("w2", Failed(generation=2, reason="x"))
+    actions = drive.fail("w2", 2, "x")
     assert [(a.wish, a.outcome) for a in of(Answer, actions)] == [(1, "aborted"), (3, "unchanged")]
 
 

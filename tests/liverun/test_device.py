@@ -30,11 +30,14 @@ def test_nothing_is_replaced_where_cuda_exists():
     run("""
         import torch
         torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: 4
+        import os
+        os.environ["LIVERUN_SLOT"] = "6"
         before = {name: id(value) for name, value in vars(torch.cuda).items()}
         zeros, to, type_ = torch.zeros, torch.Tensor.to, torch.Tensor.type
         from liverun.device import backend, install
         device = install()
-        assert device == torch.device("cuda")
+        assert device == torch.device("cuda", 2), "a worker's device follows from its slot, not from its rank"
         assert {name: id(value) for name, value in vars(torch.cuda).items()} == before
         assert (torch.zeros, torch.Tensor.to, torch.Tensor.type) == (zeros, to, type_)
         assert not torch.cuda._initialized
