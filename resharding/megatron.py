@@ -13,7 +13,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from megatron.core.optimizer.optimizer import (
 
 from resharding.boxes import Box, Holding, Piece, Shape, flat_range_boxes
 from resharding.limits import misfit
+from resharding.listing import Block, Tensor
 
 
 class Unsupported(ValueError):  # noqa: N818 - reads as what it is
@@ -81,8 +82,7 @@ def holding_of(model_chunks: Sequence[torch.nn.Module], optimizer: Any | None) -
                     f"the optimizer trains a parameter of shape {tuple(shard.param.shape)} "
                     "that is not in the model's sharded_state_dict()"
                 )
-            for part in parts_of[id(shard.param)]:
-                pieces.extend(_optimizer_pieces(part, shard))
+        pieces.extend(_optimizer_state(optimizer, parts_of))
     return Holding.of(pieces)
 
 
@@ -488,19 +488,24 @@ def _shards_of_distributed(leaf: Any) -> Iterator[_Shard]:
         yield _Shard(param, held.start, held.end, main, has_main, leaf.optimizer, group)
 
 
-def _optimizer_pieces(part: _Part, shard: _Shard) -> Iterator[Piece]:
+def _optimizer_pieces(part: _Part, shard: _Shard) -> Iterator[list[Piece]]:
+    """Yield for each box of a part the pieces of all kinds."""
     if not shard.param.is_contiguous():
         raise Unsupported(f"{part.key} is trained but not contiguous")
-    boxes = list(_boxes_in_range(part, shard.first, shard.last))
-    if not boxes:
-        return
+    kinds = _kinds(part, shard)
+    for start, shape in _boxes_in_range(part, shard.first, shard.last):
+        yield [
+            Piece(part.box(kind, dtype, start, shape), part.accessor(tensor, shard.first, start, shape))
+            for kind, dtype, tensor in kinds
+        ]
+
+
+def _kinds(part: _Part, shard: _Shard) -> list[tuple[str, torch.dtype, Callable[[], torch.Tensor]]]:
+    """Return name, type and accessor of everything the optimizer keeps for a shard."""
     kinds: list[tuple[str, torch.dtype, Callable[[], torch.Tensor]]] = []
     if shard.has_main:
         kinds.append(("main", shard.main().dtype, shard.main))
-    kinds += [(name, dtype, _state_accessor(part.key, shard, name)) for name, dtype in _states(shard)]
-    for kind, dtype, tensor in kinds:
-        for start, shape in boxes:
-            yield Piece(part.box(kind, dtype, start, shape), part.accessor(tensor, shard.first, start, shape))
+    return kinds + [(name, dtype, _state_accessor(part.key, shard, name)) for name, dtype in _states(shard)]
 
 
 def _states(shard: _Shard) -> Iterator[tuple[str, torch.dtype]]:
@@ -591,6 +596,74 @@ def _fresh_state(
         name: make(param.detach(), memory_format=torch.preserve_format) for name in _adam_states(group)
     }
     return {"step": step, **moments}
+
+
+def _optimizer_state(optimizer: Any, parts_of: Mapping[int, Sequence[_Part]]) -> Iterator[Piece]:
+    """Yield the pieces of every shard; those of one buffer together, described by how the buffer is cut."""
+    buffer_of: dict[int, tuple[Any, Any]] = {}
+    for leaf in _leaves(optimizer):
+        if isinstance(leaf, DistributedOptimizer):
+            for buffer in leaf.buffers:
+                buffer_of.update({id(param): (leaf, buffer) for param in buffer.params})
+    by_buffer: dict[int, dict[int, _Shard]] = defaultdict(dict)
+    for shard in _shards(optimizer):
+        if id(shard.param) in buffer_of:
+            by_buffer[id(buffer_of[id(shard.param)][1])][id(shard.param)] = shard
+            continue
+        for part in parts_of[id(shard.param)]:
+            for pieces in _optimizer_pieces(part, shard):
+                yield from pieces
+    for leaf, buffer in {id(buffer): (leaf, buffer) for leaf, buffer in buffer_of.values()}.values():
+        yield from _buffer_pieces(leaf, buffer, by_buffer[id(buffer)], parts_of)
+
+
+def _buffer_pieces(
+    leaf: Any, buffer: Any, shards: Mapping[int, _Shard], parts_of: Mapping[int, Sequence[_Part]]
+) -> Iterator[Piece]:
+    """Yield what this rank's ranges of a buffer hold, in the order of a ``Block``: box by box, kinds within.
+
+    The block is what all ranks of the data parallel group have in common. A rank with no range of the buffer
+    has no kinds to name, and so no piece and no block.
+    """
+    order = sorted(buffer.param_index_map.items(), key=lambda entry: entry[1][0])
+    kinds: set[tuple[tuple[str, torch.dtype], ...]] = set()
+    pieces: list[Piece] = []
+    parts: list[_Part] = []
+    places: list[tuple[int, int]] = []
+    for param, (first, *_, bucket) in order:
+        for part in parts_of.get(id(param), ()):
+            parts.append(part)
+            places.append((bucket, first - buffer.buckets[bucket].offset + part.base))
+            shard = shards.get(id(param))
+            if shard is not None:
+                kinds.add(tuple((kind, dtype) for kind, dtype, _ in _kinds(part, shard)))
+                for row in _optimizer_pieces(part, shard):
+                    pieces.extend(row)
+    if len(kinds) != 1 or not all(map(_is_dense, parts)):
+        yield from pieces
+        return
+    units: dict[tuple[Tensor, ...], int] = {}
+    table: list[tuple[int, Shape, Shape]] = []
+    named = kinds.pop()
+    for part in parts:
+        boxes = [part.box(kind, dtype, (0,) * len(part.shape), part.shape) for kind, dtype in named]
+        unit = tuple(Tensor(box.key, box.dtype, box.global_shape, box.padded) for box in boxes)
+        table.append((units.setdefault(unit, len(units)), boxes[0].offset, boxes[0].shape))
+    numels = tuple(int(bucket.grad_data.numel()) for bucket in buffer.buckets)
+    block = Block(tuple(units), tuple(table), numels, tuple(places), leaf.data_parallel_group.size())
+    follows = (block, leaf.data_parallel_group.rank())
+    for piece in pieces:
+        yield replace(piece, block=follows)
+
+
+def _is_dense(part: _Part) -> bool:
+    """Tell whether a part is one contiguous stretch of its parameter, in C order."""
+    stride = 1
+    for size, step in zip(reversed(part.shape), reversed(part.strides), strict=True):
+        if size > 1 and step != stride:
+            return False
+        stride *= size
+    return True
 
 
 # --- common state ---------------------------------------------------------------------------------

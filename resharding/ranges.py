@@ -188,4 +188,5 @@ def _most_cut_axis(unit: Ints, offset: Ints, num_units: int) -> Ints:
         new = np.ones(len(order), dtype=bool)
         new[1:] = (units[1:] != units[:-1]) | (starts[1:] != starts[:-1])
         counts[:, axis] = np.bincount(units[new], minlength=num_units)
-    return counts.argmax(axis=1)
+    axes: Ints = counts.argmax(axis=1)
+    return axes
