@@ -244,8 +244,9 @@ def _placed(model_chunks: Sequence[torch.nn.Module]) -> Iterator[_Part]:
         group = getattr(getattr(module, "pg_collection", None), "dp_cp", None)
         if group is not None:
             metadata["dp_cp_group"] = group
-        owners = _Owners(module)
-        for name, entry in _flat(module.sharded_state_dict(metadata=metadata)):
+        entries = list(_flat(module.sharded_state_dict(metadata=metadata)))
+        owners = _Owners(module)  # only now: a router's bias becomes fp32, in new storage, when it is asked for
+        for name, entry in entries:
             yield from _parts_of(name, entry, owners)
 
 
@@ -471,21 +472,22 @@ def _shards_of_distributed(leaf: Any) -> Iterator[_Shard]:
         for name in ("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
     ):
         raise Unsupported("use_precision_aware_optimizer keeps main parameters inside the optimizer")
-    for param in leaf.model_param_gbuf_map:
-        held = leaf._get_model_param_range_map(param)["param"]
-        index, place = leaf.model_param_group_index_map[param]
-        group = leaf.optimizer.param_groups[index]
+    rows = zip(leaf.optimizer.param_groups, leaf.model_fp32_groups, leaf.model_float16_groups, strict=True)
+    for group, float32, float16 in rows:
+        # the optimizer has fp32 parameters first; Megatron's own index map forgets it where a group has both
+        for place, param in enumerate([*float32, *float16]):
+            held = leaf._get_model_param_range_map(param)["param"]
 
-        def main(leaf: Any = leaf, index: int = index, place: int = place) -> torch.Tensor:
-            found: torch.Tensor = leaf.optimizer.param_groups[index]["params"][place]
-            return found
+            def main(group: dict[str, Any] = group, place: int = place) -> torch.Tensor:
+                found: torch.Tensor = group["params"][place]
+                return found
 
-        if main().numel() != held.end - held.start:
-            raise Unsupported(
-                f"the optimizer keeps {main().numel()} elements for a range of {held.end - held.start}"
-            )
-        has_main = _storage(main()) != _storage(param)
-        yield _Shard(param, held.start, held.end, main, has_main, leaf.optimizer, group)
+            if main().numel() != held.end - held.start:
+                raise Unsupported(
+                    f"the optimizer keeps {main().numel()} elements for a range of {held.end - held.start}"
+                )
+            has_main = _storage(main()) != _storage(param)
+            yield _Shard(param, held.start, held.end, main, has_main, leaf.optimizer, group)
 
 
 def _optimizer_pieces(part: _Part, shard: _Shard) -> Iterator[list[Piece]]:
