@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -44,6 +45,8 @@ GROUP_SETTINGS = (*param_group_identifier_keys, "max_lr", "min_lr", "start_wd", 
 """Fields by which parameter groups of two worlds are the same group; they carry no names."""
 SCHEDULED_FIELDS = ("lr", "weight_decay")
 """Fields of a parameter group that the scheduler writes."""
+FIRST_WITH_SPLIT_EXPERTS = (0, 19)
+"""The megatron-core release from which on experts have groups of their own at ep 1 as well, as far as is known."""
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -107,7 +110,16 @@ def misfit_of(model_chunks: Sequence[torch.nn.Module], sizes: Mapping[str, int])
     configs = (getattr(_unwrapped(chunk), "config", None) for chunk in model_chunks)
     config = next((config for config in configs if config is not None), None)
     known = {name: sizes[name] for name in ("tp", "pp", "vpp", "cp", "ep", "etp") if name in sizes}
-    return None if config is None else misfit(config, **known)
+    if config is None:
+        return None
+    tp, ep, etp = (known.get(name, 1) for name in ("tp", "ep", "etp"))
+    release = tuple(int(number) for number in megatron.core.__version__.split(".")[:2])
+    if getattr(config, "num_moe_experts", None) and ep == 1 and tp % etp and release < FIRST_WITH_SPLIT_EXPERTS:
+        return (
+            f"etp={etp} with ep=1 needs tp to be a multiple of {etp}, not {tp}: "
+            f"megatron-core {megatron.core.__version__} would average gradients of different parts of an expert"
+        )
+    return misfit(config, **known)
 
 
 def materialize_optimizer_state(optimizer: Any, *, empty: bool = False) -> None:

@@ -178,7 +178,7 @@ def _gpt(model: Model, config: TransformerConfig, where: dict[str, Any], stage: 
     if model.mla or split.cp > 1:  # the attention kernel has no state, and Megatron's own does neither
         if not isinstance(multi_latent_attention.TELinear, type):
             multi_latent_attention.TELinear = type("TELinear", (), {})
-        for layer in getattr(spec.submodules, "layer_specs", [spec]):
+        for layer in getattr(spec, "layer_specs", [spec]):
             layer.submodules.self_attention.submodules.core_attention = IdentityOp
     return GPTModel(
         config,
