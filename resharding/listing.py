@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from resharding.boxes import (
+    DTYPE_SIZES_BYTES,
     MAX_DECODED_BYTES,
     MAX_ENCODED_BYTES,
     MAX_EXTENT,
@@ -146,6 +147,20 @@ class Block:
         which, part = np.nonzero(start < stop)
         row, inner, shape = cut_ranges(size[part], start[which, part], stop[which, part])
         return Rows(which[row], unit[part[row]], offset[part[row]] + inner, shape)
+
+    def bytes_of_units(self, index: int) -> Ints:
+        """Return the bytes that one index has of each unit, all its tensors together, ``(units,)``."""
+        unit, _, size = self._columns
+        numel = size.prod(axis=1)
+        if self.buckets:
+            bucket, at = np.array(self.places, dtype=np.int64).reshape(-1, 2).T
+            shard = np.array(self.buckets, dtype=np.int64)[bucket] // self.num_shards
+            numel = np.clip((index + 1) * shard - at, 0, numel) - np.clip(index * shard - at, 0, numel)
+        width = [sum(DTYPE_SIZES_BYTES[tensor.dtype] for tensor in its) for its in self.units]
+        total = np.zeros(len(self.units), dtype=np.int64)
+        np.add.at(total, unit, numel)
+        nbytes: Ints = total * np.array(width, dtype=np.int64)
+        return nbytes
 
     def num_boxes(self, index: int) -> int:
         """Boxes of one index."""

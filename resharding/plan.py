@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from resharding.assign import DROPPABLE, Item, PieceOf, Unplannable, assign, natural
+from resharding.assign import DROPPABLE, Item, PieceOf, Unplannable, assign, layer_of, natural
 from resharding.boxes import DTYPE_SIZES_BYTES, Box, Shape
 from resharding.listing import Listing
+from resharding.order import Layer, order_of_layers
 
 __all__ = [
     "DROPPABLE",
@@ -79,6 +80,10 @@ class RankPlan:
     fills: list[Fill] = field(default_factory=list)
     sends: list[Transfer] = field(default_factory=list)
     recvs: list[Transfer] = field(default_factory=list)
+    source_layers: tuple[int, ...] = ()
+    """of each source piece: when its layer moves, if layers move one by one; see ``order``"""
+    target_layers: tuple[int, ...] = ()
+    """of each target piece"""
 
     @property
     def bytes_local(self) -> int:
@@ -190,7 +195,16 @@ def _plans(old: Boxes, new: Boxes, hosts: Sequence[str], only: Sequence[int]) ->
         )
     before, after = _listings(old), _listings(new)
     found = assign(before, after, hosts, only)
-    plans = {rank: RankPlan(rank, len(old)) for rank in only}
+    order = order_of_layers(before, after)
+    plans = {
+        rank: RankPlan(
+            rank,
+            len(old),
+            source_layers=_layers(before[rank], order),
+            target_layers=_layers(after[rank], order),
+        )
+        for rank in only
+    }
     sources = {rank: _bases(before[rank]) for rank in only}
     targets = {rank: _bases(after[rank]) for rank in only}
     for item, kind in _ordered(found.items):
@@ -220,6 +234,15 @@ def _plans(old: Boxes, new: Boxes, hosts: Sequence[str], only: Sequence[int]) ->
 
 def _listings(side: Boxes) -> list[Listing]:
     return [boxes if isinstance(boxes, Listing) else Listing.explicit(boxes) for boxes in side]
+
+
+def _layers(listing: Listing, order: Mapping[Layer, int]) -> tuple[int, ...]:
+    return tuple(
+        order[layer_of(tensor.key)]
+        for block, index in listing.entries
+        for unit in block.rows([index]).unit.tolist()
+        for tensor in block.units[unit]
+    )
 
 
 def _bases(listing: Listing) -> list[int]:

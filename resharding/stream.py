@@ -14,6 +14,10 @@ No pattern can hang: of all unfinished messages, the one in the lowest slot has 
 since all they wait for lies in lower slots. Within a slot, operations are posted in the order of the sending
 rank, so this also holds for a transport that runs them strictly one after the other.
 
+With ``keep=False`` layers move one after the other, in the plan's order and on all ranks alike: slots are
+``(layer, k, (t - s) mod N)``, all of a layer have ended on a rank before it begins with the next, and then the layer's
+sources are given back.
+
 With ``verify``, the digest of everything sent is taken as it is sent, and of everything received as it then lies in
 the state; in slots after all others the senders' digests follow, and each receiver compares.
 """
@@ -23,7 +27,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -33,7 +37,7 @@ from torch.distributed import ProcessGroup
 from resharding.boxes import Box, Holding, flat_range_boxes
 from resharding.coverage import check_coverage
 from resharding.digest import bound, digest
-from resharding.plan import Copy, Cut, RankPlan, Transfer
+from resharding.plan import Copy, Cut, Fill, RankPlan, Transfer
 
 ALIGN_BYTES = 16
 """Every slice starts at a multiple of this in a message, so that it can be read as its own element type."""
@@ -150,9 +154,9 @@ class _Message:
     """in place of parts: which digests of the pair"""
 
 
-_Slot = tuple[int, int]
+_Slot = tuple[int, int, int]
 _LAST = 2**62
-"""Slots of digests come after all others."""
+"""The layer of digests: they come after all others."""
 _DIGEST_BYTES = 8
 
 
@@ -164,6 +168,9 @@ def execute(
     staging_bytes: int,
     *,
     verify: Verify = "full",
+    keep: bool = True,
+    claim: Callable[[int], object] | None = None,
+    release: Callable[[int], object] | None = None,
 ) -> StreamReport:
     """Write every target piece of this rank, and serve the others; all ranks of the plan call it together.
 
@@ -172,6 +179,11 @@ def execute(
     else is. ``staging_bytes`` has to be the same on every rank. Slices that are contiguous where they lie
     skip staging. ``verify``, also the same on every rank, compares what arrived with what was sent: all of it, a
     sample of one slice in ``SAMPLE``, or nothing.
+
+    Without ``keep``, the same on every rank once more, layers move one by one: ``claim`` is called with the index of a
+    target piece before its layer is written, ``release`` with that of a source piece once its last reader on any rank
+    is done. If storage is given back there (see ``pages.PageReturner``), a rank never holds more than the larger of its
+    two states, the largest layer and the staging, and there is no way back from the first release on.
 
     Raises ``ValueError`` for less staging than 64 bytes, and before anything moves ``NotCovered`` if the plan does
     not write each element of ``target`` exactly once; ``Damaged`` after everything has moved; and whatever the
@@ -184,16 +196,28 @@ def execute(
     started = time.perf_counter()
     check_coverage(plan, [piece.box for piece in target.pieces])
     checks = _Checks(verify)
+    local_s = 0.0
+    layers = _Layers(plan, keep=keep)
     with torch.no_grad():
-        for fill in plan.fills:
-            _slice(target, fill.target).zero_()
-        for copy in plan.copies:
-            there, here = _slice(target, copy.target), _slice(source, copy.source)
-            there.copy_(here)
-            checks.copied(copy, here, there, target.pieces[copy.target.piece].box)
-        copied = time.perf_counter()
-        wire = _Wire(plan, source, target, transport, chunk_bytes, checks)
-        wire.run()
+        wire = _Wire(plan, source, target, transport, chunk_bytes, checks, layers)
+        for layer in layers.order:
+            copying = time.perf_counter()
+            if claim is not None:
+                for piece in layers.targets[layer]:
+                    claim(piece)
+            for fill in layers.fills[layer]:
+                _slice(target, fill.target).zero_()
+            for copy in layers.copies[layer]:
+                there, here = _slice(target, copy.target), _slice(source, copy.source)
+                there.copy_(here)
+                checks.copied(copy, here, there, target.pieces[copy.target.piece].box)
+            local_s += time.perf_counter() - copying
+            wire.run(layer)
+            if release is not None:
+                for piece in layers.sources[layer]:
+                    release(piece)
+        wire.run(_LAST)
+        wire.compare()
     checks.raise_if_damaged()
     return StreamReport(
         bytes_moved=plan.bytes_received,
@@ -202,11 +226,35 @@ def execute(
         staging_bytes=wire.allocated_bytes,
         num_messages=wire.num_messages,
         num_direct=wire.num_direct,
-        local_s=copied - started,
-        wire_s=time.perf_counter() - copied,
+        local_s=local_s,
+        wire_s=time.perf_counter() - started - local_s,
         verify_s=checks.seconds,
         bytes_verified=checks.num_bytes,
     )
+
+
+class _Layers:
+    """What belongs to which layer, layers in the order in which they move; with ``keep`` all is one layer."""
+
+    def __init__(self, plan: RankPlan, *, keep: bool) -> None:
+        self._of_source = [0] * len(plan.source_layers) if keep else plan.source_layers
+        self._of_target = [0] * len(plan.target_layers) if keep else plan.target_layers
+        self.fills: dict[int, list[Fill]] = defaultdict(list)
+        self.copies: dict[int, list[Copy]] = defaultdict(list)
+        self.sources: dict[int, list[int]] = defaultdict(list)
+        self.targets: dict[int, list[int]] = defaultdict(list)
+        for fill in plan.fills:
+            self.fills[self._of_target[fill.target.piece]].append(fill)
+        for copy in plan.copies:
+            self.copies[self._of_target[copy.target.piece]].append(copy)
+        for layers, found in ((self._of_source, self.sources), (self._of_target, self.targets)):
+            for piece, layer in enumerate(layers):
+                found[layer].append(piece)
+        self.order = sorted({*self._of_source, *self._of_target})
+
+    def of(self, transfer: Transfer, *, is_send: bool) -> int:
+        """Return the layer of a transfer."""
+        return (self._of_source if is_send else self._of_target)[transfer.cut.piece]
 
 
 class _Checks:
@@ -299,14 +347,15 @@ class _Wire:
         transport: Transport,
         chunk_bytes: int,
         checks: _Checks,
+        layers: _Layers,
     ) -> None:
         self._rank = plan.rank
         self._source = source
         self._target = target
         self._transport = transport
         self._checks = checks
-        self._sends = _slots(plan, plan.sends, source, chunk_bytes, sign=1)
-        self._recvs = _slots(plan, plan.recvs, target, chunk_bytes, sign=-1)
+        self._sends = _slots(plan, plan.sends, source, chunk_bytes, layers, sign=1)
+        self._recvs = _slots(plan, plan.recvs, target, chunk_bytes, layers, sign=-1)
         self.num_messages = len(self._sends) + len(self._recvs)
         for messages, is_send, sign in ((self._sends, True, 1), (self._recvs, False, -1)):
             for message in messages.values():
@@ -318,6 +367,10 @@ class _Wire:
         self._in = self._buffers(self._recvs)
         self.allocated_bytes = sum(buffer.numel() for buffer in (*self._out, *self._in))
         self.num_direct = 0
+        self._num_sent = self._num_received = 0
+        self._by_layer: dict[int, list[_Slot]] = defaultdict(list)
+        for slot in sorted(self._sends.keys() | self._recvs.keys()):
+            self._by_layer[slot[0]].append(slot)
         self._digests: dict[int, list[int]] = defaultdict(list)
 
     def _buffers(self, messages: dict[_Slot, _Message]) -> list[torch.Tensor]:
@@ -325,24 +378,23 @@ class _Wire:
         count = min(len(messages), NUM_BUFFERS // 2)
         return [torch.empty(largest, dtype=torch.uint8, device=self._transport.device) for _ in range(count)]
 
-    def run(self) -> None:
-        """Pass every slot."""
+    def run(self, layer: int) -> None:
+        """Pass every slot of a layer."""
         under_way: deque[tuple[list[Work], _Message | None, torch.Tensor | None, bool]] = deque()
-        num_sent = num_received = 0
-        for slot in sorted(self._sends.keys() | self._recvs.keys()):
+        for slot in self._by_layer[layer]:
             if len(under_way) == NUM_BUFFERS // 2:
                 self._finish(*under_way.popleft())
             sent, received = self._sends.get(slot), self._recvs.get(slot)
             outgoing = incoming = landing = None
             if sent is not None:
-                outgoing = self._packed(sent, self._out[num_sent % len(self._out)])
-                num_sent += 1
+                outgoing = self._packed(sent, self._out[self._num_sent % len(self._out)])
+                self._num_sent += 1
             if received is not None:
                 landing = self._direct(self._target, received)
                 incoming = landing
                 if landing is None:
-                    incoming = self._in[num_received % len(self._in)][: received.nbytes]
-                num_received += 1
+                    incoming = self._in[self._num_received % len(self._in)][: received.nbytes]
+                self._num_received += 1
             works: list[Work] = []
             sends_first = received is None or self._rank < received.peer
             for is_send in (sends_first, not sends_first):
@@ -353,6 +405,9 @@ class _Wire:
             under_way.append((works, received, incoming, landing is not None))
         while under_way:
             self._finish(*under_way.popleft())
+
+    def compare(self) -> None:
+        """Compare what arrived with what was sent, once all digests are here."""
         for peer, digests in self._digests.items():
             self._checks.compare(peer, digests)
 
@@ -452,25 +507,37 @@ def _mapped(
 
 
 def _slots(
-    plan: RankPlan, transfers: Sequence[Transfer], holding: Holding, chunk_bytes: int, sign: int
+    plan: RankPlan,
+    transfers: Sequence[Transfer],
+    holding: Holding,
+    chunk_bytes: int,
+    layers: _Layers,
+    *,
+    sign: int,
 ) -> dict[_Slot, _Message]:
     """Cut the transfers with each peer into messages and give each its slot; ``sign`` is -1 to receive."""
-    by_peer: dict[int, list[Transfer]] = defaultdict(list)
+    by_peer: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
-        by_peer[transfer.peer].append(transfer)
-    return {
-        (index, sign * (peer - plan.rank) % plan.num_ranks): message
-        for peer, pair in by_peer.items()
-        for index, message in enumerate(_messages(peer, pair, holding, chunk_bytes))
-    }
+        by_peer[layers.of(transfer, is_send=sign > 0), transfer.peer].append(transfer)
+    numbers: dict[int, int] = defaultdict(int)
+    slots = {}
+    for layer, peer in sorted(by_peer):
+        messages = _messages(peer, by_peer[layer, peer], holding, chunk_bytes, numbers[peer])
+        for index, message in enumerate(messages):
+            slots[layer, index, sign * (peer - plan.rank) % plan.num_ranks] = message
+            numbers[peer] += len(message.parts)
+    return slots
 
 
 def _messages(
-    peer: int, transfers: Sequence[Transfer], holding: Holding, chunk_bytes: int
+    peer: int, transfers: Sequence[Transfer], holding: Holding, chunk_bytes: int, number: int
 ) -> Iterator[_Message]:
-    """Cut one pair's transfers into messages of at most ``chunk_bytes``, from sizes alone."""
+    """Cut one pair's transfers into messages of at most ``chunk_bytes``, from sizes alone.
+
+    Parts are numbered from ``number`` on.
+    """
     shared: list[_Part] = []
-    filled = number = 0
+    filled = 0
     for transfer in transfers:
         itemsize = holding.pieces[transfer.cut.piece].box.itemsize_bytes
         numel = transfer.nbytes // itemsize
@@ -497,7 +564,7 @@ def _digest_slots(plan: RankPlan, peer: int, count: int, chunk_bytes: int, sign:
     found = {}
     for index, first in enumerate(range(0, count, room)):
         last = min(first + room, count)
-        slot = (_LAST + index, sign * (peer - plan.rank) % plan.num_ranks)
+        slot = (_LAST, index, sign * (peer - plan.rank) % plan.num_ranks)
         found[slot] = _Message(peer, (), (last - first) * _DIGEST_BYTES, (first, last))
     return found
 

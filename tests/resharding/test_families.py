@@ -187,7 +187,7 @@ def _draws(pairs: int, start: int, num_splits: int) -> Counter[str]:
         after = data.draw(st.sampled_from(small), label="after")
         if data.draw(st.integers(0, 99), label="large") == 99:
             before = data.draw(st.sampled_from(large), label="before, large")
-        staging = data.draw(st.sampled_from([128, 4096, 1 << 20]), label="staging_bytes")
+        staging = data.draw(st.sampled_from([2048, 16384, 1 << 20]), label="staging_bytes")
         plans, new = move(name, before, after, staging)
         old_boxes = [listing.boxes for listing in _listings(name, before)]
         new_boxes = [listing.boxes for listing in _listings(name, after)]
