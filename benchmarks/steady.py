@@ -22,9 +22,8 @@ from common import LIVERUN, TORCHRUN, TRAIN, Run, conditions, environment, prepa
 EMPTY_LOOP = """
 import statistics, time
 import liverun
-from torch import nn
 
-job = liverun.join(lambda world: liverun.Training(model=[nn.Linear(2, 2)]))
+job = liverun.join(lambda world: liverun.Training(model=[]))
 times = []
 while job.unfinished(20000):
     began = time.perf_counter_ns()

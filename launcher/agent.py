@@ -18,12 +18,14 @@ from launcher.logs import Relay
 from launcher.model import End, JobState, StopAsked
 from launcher.options import RunOptions, count_cpus, omp_threads
 from launcher.pool import Pool
-from launcher.process import Reaper, TemplateClient, TemplateError, describe_exit, last_lines, sweep
+from launcher.process import Reaper, TemplateClient, describe_exit, last_lines, sweep
 from launcher.rundir import JobFolder, JobRecord, fresh_job_id, write_json
 from launcher.status import ended_status
 from launcher.store import EmbeddedStore
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""handed on to ranked workers, for the script to act on"""
 FINISH_GRACE_S = 5.0
 """how long standbys may take to end once the ranked workers are done"""
 
@@ -71,7 +73,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         reaper = Reaper()
         reaper.start()
-        for number in ENDING_SIGNALS:
+        for number in (*ENDING_SIGNALS, *FORWARDED_SIGNALS):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         threads = omp_threads(options.environ, options.nproc + options.standbys, count_cpus())
         template_environ = {**options.environ, "LIVERUN_PRELOAD": options.preload}
@@ -81,13 +83,14 @@ class Agent:
             reaper, job=self._job, environ=template_environ, log=folder.path / "logs" / "template.log"
         )
         store = EmbeddedStore(folder.path / "store.db", clock=time.monotonic)
-        relay = Relay(sys.stdout.buffer, sys.stderr.buffer, trouble=say)
+        relay = Relay(sys.stdout.buffer, sys.stderr.buffer, options.monitor_interval_s, trouble=say)
         state = JobState(
             nproc=options.nproc, standbys=options.standbys, host=options.host, layout=options.layout,
-            max_restarts=options.max_restarts,
+            max_restarts=options.max_restarts, stop_patience_s=options.shutdown_timeout_s / 2,
         )  # fmt: skip
         controller = Controller(
-            state, job=self._job, store=store, template=template, reaper=reaper, events=self._events, relay=relay,
+            state, job=self._job, store=store, template=template, reaper=reaper, events=self._events,
+            relay=relay,
             say=say,
         )  # fmt: skip
         controller.pool = pool = Pool(
@@ -106,13 +109,11 @@ class Agent:
         self._event("started", f"job {self._job}: {count}", command=list(self._record.command))
         say(f"job {self._job}: {count}; run folder {folder.path}")
         if threads is not None:
-            say(
-                f"OMP_NUM_THREADS={threads} for each worker (cores shared out; set it yourself to change that)"
-            )
+            say(f"OMP_NUM_THREADS={threads} for each worker (cores shared out; set it to change that)")
         relay.start()
         running = controller.spawn(controller.run())
         signals = controller.spawn(self._on_signals(controller, pool))
-        starting = controller.spawn(self._start(controller))
+        starting = controller.spawn(controller.start(options.port))
         await controller.ended.wait()
         end = controller.end
         assert end is not None
@@ -136,17 +137,14 @@ class Agent:
         self._write(state_word, exit_code=code)
         return code
 
-    async def _start(self, controller: Controller) -> None:
-        try:
-            await controller.start(self._options.port)
-        except TemplateError as error:
-            controller.end = controller.end or End(outcome="failed", reason=str(error))
-            controller.ended.set()
-
     async def _on_signals(self, controller: Controller, pool: Pool) -> None:
         """Act on what the handlers recorded: the first signal ends the job, a second Ctrl-C at once."""
         while True:
             number = await self._signals.get()
+            if number in FORWARDED_SIGNALS:
+                for worker in controller.ranked():
+                    pool.signal(worker, number)
+                continue
             again = number in self._received
             self._received.append(number)
             if len(self._received) == 1 and not controller.ended.is_set():
@@ -168,11 +166,11 @@ class Agent:
                 if end.outcome == "failed" or worker not in joined:
                     pool.signal(worker, first)
             if end.outcome == "stopped" and joined:
-                if await pool.empty(grace_s / 2):
+                if await pool.empty(grace_s / 4):  # half went into finding a common last step
                     return
                 for worker in list(pool.alive):
                     pool.signal(worker, signal.SIGTERM)
-                await pool.empty(grace_s / 2)
+                await pool.empty(grace_s / 4)
             else:
                 await pool.empty(grace_s)
         for worker in list(pool.alive):

@@ -7,8 +7,10 @@ Nothing here imports torch; what a command needs is imported when it runs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,25 +26,47 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-def option(name: str, text: str, *more: str, torchrun: bool = False) -> Any:
-    """An option in both spellings, and its environment variables."""
+def whole_number(text: str) -> int:
+    """Read a whole number; what is none is named in the error, as the parser's own would not."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def seconds(text: str) -> float:
+    """Read a duration in seconds, finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{text!r} is not a number of seconds")
+    return value
+
+
+def option(
+    name: str, text: str, *more: str, torchrun: bool = False, parser: Callable[[str], Any] | None = None
+) -> Any:
+    """Declare an option in both spellings, and its environment variables."""
     flags = [name] + ([name[:2] + name[2:].replace("-", "_")] if "-" in name[2:] else []) + list(more)
     dest = name[2:].replace("-", "_").upper()
     return typer.Option(
         *flags,
         help=text,
+        parser=parser,
         envvar=[f"LIVERUN_{dest}"] + ([f"PET_{dest}"] if torchrun else []),
         show_envvar=False,
     )
 
 
 def switch(name: str, text: str, *more: str) -> Any:
-    """A torchrun flag without a value."""
+    """Declare a torchrun flag without a value."""
     return option(name, text, *more, torchrun=True)
 
 
 def torch_option(name: str, text: str, *more: str) -> Any:
-    """An option of torchrun."""
+    """Declare an option of torchrun."""
     return option(name, text, *more, torchrun=True)
 
 
@@ -54,7 +78,7 @@ AsJson = Annotated[bool, option("--json", "print JSON on stdout")]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
-def run(
+def run(  # noqa: PLR0917  (typer reads options from the signature)
     script: Annotated[str, typer.Argument(help="script, module (-m) or program (--no-python)")],
     args: Annotated[list[str] | None, typer.Argument(help="its arguments, passed on untouched")] = None,
     nnodes: Annotated[str, torch_option("--nnodes", "number of nodes, N or MIN:MAX")] = "1:1",
@@ -127,6 +151,7 @@ def run(
         parse_layout,
         parse_nnodes,
         parse_nproc,
+        refuse_if,
     )
     from launcher.rundir import JobError, resolve_root
 
@@ -142,21 +167,21 @@ def run(
     environ = dict(os.environ)
     try:
         parse_nnodes(nnodes)
-        if module and no_python:
-            raise UsageError("--module and --no-python exclude each other")
-        if standbys < 0 or max_restarts < 0 or shutdown_timeout < 0:
-            raise UsageError("--standbys, --max-restarts and --shutdown-timeout are not below 0")
+        refuse_if(module and no_python, "--module and --no-python exclude each other")
+        negative = standbys < 0 or max_restarts < 0 or shutdown_timeout < 0
+        refuse_if(negative, "--standbys, --max-restarts and --shutdown-timeout are not below 0")
         nproc = parse_nproc(nproc_per_node, num_cpus=count_cpus(), num_gpus=count_gpus(environ))
         first_layout = parse_layout(layout)
-        if first_layout is not None and (misfit := first_layout.misfit(nproc)) is not None:
-            raise UsageError(misfit)
+        misfit = first_layout.misfit(nproc) if first_layout is not None else None
+        refuse_if(misfit is not None, misfit or "")
         options = RunOptions(
             mode="module" if module else "program" if no_python else "script",
             argv=(script, *(args or ())), nproc=nproc, standbys=standbys, layout=first_layout,
             job=check_job_id(job), root=resolve_root(run_dir, environ, os.geteuid()),
             log_dir=Path(log_dir).absolute() if log_dir else None, staging_bytes=parse_bytes(staging),
-            max_restarts=max_restarts, shutdown_timeout_s=shutdown_timeout, host=master_addr, port=master_port,
-            rdzv_id=rdzv_id, preload=preload, monitor_interval_s=monitor_interval, environ=environ,
+            max_restarts=max_restarts, shutdown_timeout_s=shutdown_timeout, host=master_addr,
+            port=master_port, rdzv_id=rdzv_id, preload=preload,
+            monitor_interval_s=monitor_interval, environ=environ,
         )  # fmt: skip
     except UsageError as error:
         say(str(error))
@@ -173,20 +198,23 @@ def run(
 
 
 @app.command()
-def resize(
+def resize(  # noqa: PLR0917  (typer reads options from the signature)
     job: Job = None,
     workers: Annotated[
-        int | None, option("--workers", "workers of the new world; as many as now if left out")
+        int | None,
+        option("--workers", "workers of the new world; as many as now if left out", parser=whole_number),
     ] = None,
     layout: Annotated[str | None, option("--layout", "layout of the new world; axes not named are 1")] = None,
-    nodes: Annotated[int | None, option("--nodes", "nodes of the new world")] = None,
+    nodes: Annotated[int | None, option("--nodes", "nodes of the new world", parser=whole_number)] = None,
     replace: Annotated[
         str | None, option("--replace", "put a standby in place of this worker (id or rank)")
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="wait until it is done", envvar="LIVERUN_WAIT")
     ] = True,
-    timeout: Annotated[float, option("--timeout", "seconds that preparing may take")] = 60.0,
+    timeout: Annotated[
+        float, option("--timeout", "seconds that preparing may take", parser=seconds)
+    ] = 60.0,
     run_dir: RunDir = None,
     as_json: AsJson = False,
 ) -> None:

@@ -53,7 +53,7 @@ def talk(record: JobRecord, request: Control) -> Iterator[Control]:
 
 
 def fetch_status(folder: Path, record: JobRecord) -> dict[str, Any]:
-    """The status object, of a job that has ended too."""
+    """Return the status object, of a job that has ended too."""
     if not record.ended_already:
         for answer in talk(record, StatusRequest()):
             assert isinstance(answer, StatusReply)

@@ -1,4 +1,4 @@
-"""What the command line and an agent say to each other, over the same socket as workers: one JSON object a line."""
+"""What the command line and an agent say to each other, on the socket of the workers: JSON lines."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class ResizeRequest(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequest(Control):
-    """Asks for a clean end; answered by an Outcome when the end has begun. The connection closes when all is over."""
+    """Asks for a clean end; answered by an Outcome when it has begun.
+
+    The connection closes when all is over.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

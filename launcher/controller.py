@@ -1,4 +1,4 @@
-"""The shell around :func:`launcher.decide.decide`: it feeds events in, one at a time, and does what comes out."""
+"""The shell around :func:`launcher.decide.decide`: feeds events in, one at a time, does what comes out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 from launcher.control import Control, Note, Outcome, ResizeRequest, StatusReply, StatusRequest, StopRequest
@@ -71,14 +71,15 @@ class Requester:
 
 
 class Controller:
-    """Holds the job's state. What must outlive it is in the store:
+    """Holds the job's state. What must outlive it is in the store, under these keys.
 
     ``generation/next``        the number the next proposal gets; taken by compare-and-set, never given twice
     ``generation/<g>/world``   layout and worker ids of a generation that was committed
-    ``job/active``             the generation that is the job; moved by compare-and-set only, which fences older ones
+    ``job/active``             the generation that is the job; moved by compare-and-set only: older ones are
+    fenced
     ``node/<id>``              address and agent of a node
     ``resize/last``            how the last resize went
-    """  # noqa: D400
+    """
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Controller:
         self.pool: Pool
         self.link: Link
 
-    # --- what comes in -----------------------------------------------------------------------------------------
+    # --- what comes in --------------------------------------------------------------------------------------
 
     def tell(self, event: Event) -> None:
         """Something has happened."""
@@ -166,10 +167,16 @@ class Controller:
             self._requesters.pop(wish.id, None)
 
     def status(self) -> dict[str, Any]:
-        """The status object."""
+        """Return the status object."""
         return status_object(self.state, job=self.job, host=self.state.host, now=time.monotonic())
 
-    # --- the loop ----------------------------------------------------------------------------------------------
+    def ranked(self) -> list[str]:
+        """Return the ids of the workers that have a rank."""
+        if self.state.world is not None:
+            return list(self.state.world.ranks)
+        return [worker.id for worker in self.state.workers.values() if worker.boot_rank is not None]
+
+    # --- the loop -------------------------------------------------------------------------------------------
 
     async def start(self, port: int) -> None:
         """Start the first world's store and workers. Raises ``TemplateError``."""
@@ -245,10 +252,18 @@ class Controller:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        self.end = self.end or End(outcome="failed", reason=f"{type(error).__name__}: {error}")
+        self.fail(str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}")
+
+    def fail(self, reason: str) -> None:
+        """End the job for a reason that no decision knows of; nothing is decided after that."""
+        if self.end is None:
+            self.end = End(outcome="failed", reason=reason)
+            self.state = replace(self.state, phase="ending", reason=reason)
+            generation = self.state.world.generation if self.state.world else 0
+            self._events.write("worker_failed", generation, reason, {})
         self.ended.set()
 
-    # --- what goes out -----------------------------------------------------------------------------------------
+    # --- what goes out --------------------------------------------------------------------------------------
 
     async def _number(self) -> None:
         while True:

@@ -1,7 +1,7 @@
 """``decide(now, state, event)``: the one place where it is decided what becomes of a job's world. Pure.
 
-``PROPOSED -> PREPARING -> READY -> ARMED -> SWITCHING -> ACTIVE -> RETIRED``, and ``ABORTED`` from every state up to
-the vote in SWITCHING. The phases live in :mod:`launcher.generation`, the choice of a target in
+``PROPOSED -> PREPARING -> READY -> ARMED -> SWITCHING -> ACTIVE -> RETIRED``, and ``ABORTED`` from every
+state up to the vote in SWITCHING. The phases live in :mod:`launcher.generation`, the choice of a target in
 :mod:`launcher.target`; here is what workers, people and the clock bring about.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from launcher import generation
+from launcher import generation, stopping
 from launcher.model import (
     Answer,
     Committed,
@@ -62,6 +62,11 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
             worker = Worker(id=event.worker, pid=event.pid, boot_rank=event.boot_rank)
             began = now if state.began is None else state.began
             turn.set(workers={**state.workers, event.worker: worker}, began=began)
+            if event.boot_rank is None:
+                turn.set(forks_to_come=max(0, state.forks_to_come - 1))
+            else:
+                to_come = state.nproc if state.boot_to_come is None else state.boot_to_come
+                turn.set(boot_to_come=to_come - 1)
         case Said():
             if event.worker in state.workers and state.phase != "ending":
                 _said(turn, event.worker, event.message)
@@ -96,6 +101,8 @@ def next_deadline(state: JobState) -> float | None:
     if state.phase == "ending":
         return None
     times = []
+    if state.stopping is not None:
+        times += [state.stopping.deadline, state.stopping.poll_at]
     if state.proposal is not None and state.proposal.phase is not Phase.SWITCHING:
         times.append(state.proposal.deadline)
     if state.retiring is not None:
@@ -115,6 +122,9 @@ def _settle(turn: Turn) -> None:
     if turn.state.phase == "ending":
         return
     state = turn.state
+    if state.stopping is not None:
+        stopping.settle(turn)
+        return
     if state.world is None and state.done_ranks and has_joined(state):
         generation.fail(
             turn, "a worker ended before the first world was built; the others wait in liverun.join()"
@@ -150,7 +160,14 @@ def _said(turn: Turn, worker: str, message: Message) -> None:
         world = turn.state.world
         if world is not None and message.generation == world.generation and worker in world.ranks:
             turn.set(steps={**turn.state.steps, worker: message.step})
-            generation.progressed(turn, worker, message.step)
+            if worker == world.ranks[0]:
+                turn.set(report=message.report)
+            if turn.state.stopping is not None:
+                stopping.progressed(turn, worker, message.step)
+            else:
+                generation.progressed(turn, worker, message.step)
+    elif isinstance(message, Armed) and turn.state.stopping is not None:
+        stopping.armed(turn, worker, message)
     elif isinstance(message, Retired):
         generation.retired(turn, worker, generation=message.generation, leaves=message.leaves)
     elif isinstance(message, Checked | Prepared | Failed | Armed | Switched) and _current(
@@ -181,7 +198,7 @@ def _hello(turn: Turn, worker: str, message: Hello) -> None:
 
 def _wished(turn: Turn, wish: Wish) -> None:
     state = turn.state
-    if state.phase == "ending" or state.done_ranks:
+    if state.phase == "ending" or state.done_ranks or state.stopping is not None:
         generation.refuse(turn, wish, "the job is ending")
         return
     if not has_joined(state) and not _may_still_join(turn):
@@ -214,6 +231,10 @@ def _exited(turn: Turn, worker: str, code: int) -> None:
         rank = state.workers[worker].boot_rank
     if state.phase == "ending":
         turn.drop_worker(worker)
+    elif state.stopping is not None:
+        turn.drop_worker(worker)
+        if rank is not None:
+            stopping.finish(turn)
     elif rank is not None and code == 0:
         _rank_done(turn, worker)
     elif rank is not None:
@@ -250,9 +271,11 @@ def _rank_done(turn: Turn, worker: str) -> None:
         and state.proposal.phase is Phase.SWITCHING
         and worker not in state.proposal.votes
     ):
-        rank = state.world.ranks.index(worker) if state.world else state.workers[worker].boot_rank
-        _rank_failed(turn, worker, rank, 0)
-        return
+        # it ended its loop before it could say so
+        reason = "the script ended before the change"
+        vote = Switched(generation=state.proposal.generation or 0, ok=False, reason=reason)
+        turn.set_proposal(votes={**state.proposal.votes, worker: vote})
+        generation.count_votes(turn)
     turn.set(done_ranks=state.done_ranks | {worker})
     if state.proposal is not None and state.proposal.phase is not Phase.SWITCHING:
         generation.abort(turn, "the job is ending")
@@ -287,9 +310,10 @@ def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int) -> None:
     has_run = state.world is not None or not state.standbys_started
     if state.restarts < state.max_restarts and has_run:
         reason += f"; restart {state.restarts + 1} of {state.max_restarts}"
-        turn.set(
-            workers={}, world=None, proposal=None, queued=None, retiring=None, steps={}, done_ranks=frozenset(),
-            standbys_started=False, barren=0, began=None, phase="starting", restarts=state.restarts + 1, reason=reason,
+        turn.state = JobState(
+            nproc=state.nproc, standbys=state.standbys, host=state.host, layout=state.layout, reason=reason,
+            max_restarts=state.max_restarts, restarts=state.restarts + 1, last_resize=state.last_resize,
+            stop_patience_s=state.stop_patience_s,
         )  # fmt: skip
         turn.do(Restart(reason=reason))
         return
@@ -298,16 +322,9 @@ def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int) -> None:
 
 
 def _stop(turn: Turn, reason: str) -> None:
-    if turn.state.phase == "ending":
+    if turn.state.phase == "ending" or turn.state.stopping is not None:
         return
     proposal = turn.state.proposal
     if proposal is not None and turn.state.world is not None and proposal.phase is not Phase.SWITCHING:
         generation.abort(turn, "the job is ending")
-    for wish in (turn.state.queued, turn.state.proposal.wish if turn.state.proposal else None):
-        if wish is not None:
-            turn.do(Answer(wish=wish.id, ok=False, outcome="failed", reason="the job is ending"))
-    turn.set(phase="ending", proposal=None, queued=None)
-    for worker in turn.state.workers:
-        turn.send(worker, Stop(reason=reason))
-    turn.record("stopped", reason)
-    turn.do(End(outcome="stopped", reason=reason))
+    stopping.begin(turn, reason)

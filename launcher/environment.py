@@ -27,6 +27,7 @@ def worker_environ(
     folder: Path,
     socket: Path,
     worker: str,
+    slot: int,
     rank: int | None,
     restarts: int,
     threads: int | None,
@@ -37,6 +38,7 @@ def worker_environ(
     environ = {name: value for name, value in options.environ.items() if name not in PRIVATE}
     environ["LIVERUN_SOCKET"] = str(socket)
     environ["LIVERUN_WORKER"] = worker
+    environ["LIVERUN_SLOT"] = str(slot)
     environ["LIVERUN_JOB"] = job
     environ["LIVERUN_RUN_DIR"] = str(folder)
     environ["LIVERUN_STAGING_BYTES"] = str(options.staging_bytes)
@@ -54,7 +56,7 @@ def worker_environ(
 
 
 def ranked_environ(options: RunOptions, *, rank: int, restarts: int, endpoint: Endpoint) -> Mapping[str, str]:
-    """What torchrun tells a worker of its place, on one node."""
+    """Return what torchrun tells a worker of its place, on one node."""
     size = str(options.nproc)
     return {
         "RANK": str(rank),

@@ -42,7 +42,7 @@ class EventLog:
 def read_events(
     path: Path, *, since: int, follow: bool, ended: Callable[[], bool], poll_s: float = 0.1
 ) -> Iterator[dict[str, Any]]:
-    """Events of generation ``since`` and later; with ``follow`` also those to come, until the job has ended."""
+    """Events of generation ``since`` and later; with ``follow`` also those to come, until the job ends."""
     rest = b""
     with path.open("rb") as file:
         while True:

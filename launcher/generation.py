@@ -33,6 +33,8 @@ MAX_ARM_TRIES = 10
 MAX_ARM_MARGIN = 64
 """steps ahead, at most; more would make a job of slow steps wait long for its switch"""
 RETIRE_TIMEOUT_S = 60.0
+ROOT_CAUSE_PATIENCE_S = 0.5
+"""how long an abort waits for the end of a member: a better reason than the broken connection its peer saw"""
 
 
 def begin_first(turn: Turn) -> None:
@@ -65,6 +67,8 @@ def begin(turn: Turn, wish: Wish) -> None:
     """Propose what is wished."""
     turn.set(proposal=Proposal(wish=wish, began=turn.now, deadline=turn.now + wish.timeout_s))
     aim(turn)
+    if turn.state.proposal is not None and turn.state.proposal.target is None:
+        turn.record("queued", turn.state.reason, wish=wish.id, cause=wish.cause)
 
 
 def aim(turn: Turn) -> None:
@@ -102,7 +106,7 @@ def refuse(turn: Turn, wish: Wish, reason: str, *, generation: int | None = None
 
 
 def numbered(turn: Turn, generation: int) -> None:
-    """The proposal has its number: ask a worker whether the model can be laid out so."""
+    """Ask a worker whether the model can be laid out so, now that the proposal has its number."""
     proposal = turn.state.proposal
     if proposal is None or proposal.target is None or proposal.generation is not None:
         return
@@ -129,7 +133,7 @@ def checked(turn: Turn, refusal: str | None) -> None:
 
 
 def store_opened(turn: Turn, host: str, port: int) -> None:
-    """The store of the new world listens: everyone prepares."""
+    """Let everyone prepare: the store of the new world listens."""
     proposal = turn.state.proposal
     if proposal is None or proposal.phase is not Phase.PROPOSED:
         return
@@ -166,7 +170,7 @@ def prepared(turn: Turn, worker: str, message: Prepared) -> None:
 
 
 def progressed(turn: Turn, worker: str, step: int) -> None:
-    """A worker of the old world said where it is: once all have, arm a step that none has reached."""
+    """Note where a worker of the old world is; once all have said, arm a step that none has reached."""
     proposal, world = turn.state.proposal, turn.state.world
     if proposal is None or world is None or proposal.phase is not Phase.READY or proposal.step is not None:
         return
@@ -179,7 +183,7 @@ def progressed(turn: Turn, worker: str, step: int) -> None:
 
 
 def armed(turn: Turn, worker: str, message: Armed) -> None:
-    """A worker will wait at the boundary, or is past it."""
+    """Note that a worker will wait at the boundary, or is past it."""
     proposal, world = turn.state.proposal, turn.state.world
     if (
         proposal is None
@@ -191,7 +195,7 @@ def armed(turn: Turn, worker: str, message: Armed) -> None:
     if message.late:
         _cancel(
             turn,
-            f"{turn.name(worker)} was at step {message.at_step}, past the boundary before step {message.step}",
+            f"{turn.name(worker)} was at step {message.at_step}, past the boundary before {message.step}",
         )
         return
     proposal = turn.set_proposal(armed=proposal.armed | {worker})
@@ -239,7 +243,7 @@ def _go(turn: Turn, step: int | None) -> None:
 
 
 def switched(turn: Turn, worker: str, message: Switched) -> None:
-    """A member's vote."""
+    """Note a member's vote."""
     proposal = turn.state.proposal
     if proposal is None or proposal.phase is not Phase.SWITCHING or worker not in _names(proposal):
         return
@@ -248,7 +252,7 @@ def switched(turn: Turn, worker: str, message: Switched) -> None:
 
 
 def count_votes(turn: Turn) -> None:
-    """All yes: commit. All no: the old world goes on. Anything else must never become two worlds: the job fails."""
+    """All yes: commit. All no: the old world goes on. Anything else: fail, never two worlds."""
     proposal = turn.state.proposal
     assert proposal is not None
     if not set(proposal.votes) >= _names(proposal) - proposal.lost:
@@ -276,7 +280,7 @@ def count_votes(turn: Turn) -> None:
 
 
 def committed(turn: Turn, *, won: bool) -> None:
-    """The new world is the job, and no other is."""
+    """Make the new world the job; no other is."""
     proposal = turn.state.proposal
     if proposal is None or proposal.phase is not Phase.SWITCHING:
         return
@@ -292,7 +296,9 @@ def committed(turn: Turn, *, won: bool) -> None:
     else:
         last = _last_resize(turn, "active", "")
         turn.set(last_resize=last)
-        turn.record("active", f"generation {generation}: {text}", generation=generation, fields=_but_reason(last))
+        turn.record(
+            "active", f"generation {generation}: {text}", generation=generation, fields=_but_reason(last)
+        )
         assert proposal.wish is not None
         fields = {"generation": generation, "summary": text, **_but_reason(last)}
         reason = turn.state.reason
@@ -342,14 +348,18 @@ def close_retired(turn: Turn) -> None:
     reason = f"nothing of generation {retiring.generation} is left"
     if retiring.waiting:
         silent = ", ".join(map(turn.name, sorted(retiring.waiting)))
-        reason = f"generation {retiring.generation} is given up after {RETIRE_TIMEOUT_S:g} s; {silent} did not say that it is gone"
+        reason = f"generation {retiring.generation} is given up; {silent} kept it over {RETIRE_TIMEOUT_S:g} s"
     turn.set(retiring=None)
     turn.record("retired", reason, generation=retiring.generation)
     turn.do(CloseStore(generation=retiring.generation))
 
 
-def abort(turn: Turn, reason: str, *, kill: frozenset[str] = frozenset()) -> None:
-    """Drop the proposal; the old world trains on. Without an old world the job fails."""
+def abort(turn: Turn, reason: str) -> None:
+    """Drop the proposal; the old world trains on. Without an old world the job fails.
+
+    Joiners that were preparing are killed and replaced: one of them may hang, and whoever waits for it in a
+    collective, which gloo cannot abort, is free at once.
+    """
     proposal = turn.state.proposal
     if proposal is None:
         return
@@ -357,8 +367,11 @@ def abort(turn: Turn, reason: str, *, kill: frozenset[str] = frozenset()) -> Non
         fail(turn, reason)
         return
     assert proposal.wish is not None
-    generation = proposal.generation
+    generation, kill = proposal.generation, set[str]()
     if proposal.target is not None and generation is not None:
+        if proposal.phase in (Phase.PREPARING, Phase.READY):
+            kill = {member.worker for member in proposal.target.members if member.old_rank is None}
+            kill &= set(turn.state.workers)
         if proposal.phase is Phase.READY and proposal.step is not None:
             for worker in turn.state.world.ranks:
                 turn.send(worker, Cancel(generation=generation, step=proposal.step))
@@ -387,23 +400,26 @@ def fail(turn: Turn, reason: str) -> None:
 
 
 def failed(turn: Turn, worker: str, message: Failed) -> None:
-    """A member could not prepare."""
+    """Abort: a member could not prepare."""
     proposal = turn.state.proposal
-    if proposal is not None and proposal.phase in (Phase.PREPARING, Phase.READY):
-        abort(turn, f"{turn.name(worker)}: {message.reason}")
+    if proposal is None or proposal.phase not in (Phase.PREPARING, Phase.READY) or proposal.failure:
+        return
+    deadline = min(proposal.deadline, turn.now + ROOT_CAUSE_PATIENCE_S)
+    turn.set_proposal(failure=f"{turn.name(worker)}: {message.reason}", deadline=deadline)
 
 
 def late(turn: Turn) -> None:
-    """A proposal's deadline has passed."""
+    """Abort a proposal whose deadline has passed."""
     proposal, world = turn.state.proposal, turn.state.world
     if proposal is None or turn.now < proposal.deadline:
         return
     waited = f"in {turn.now - proposal.began:.0f} s"
-    if proposal.phase is Phase.PREPARING:
+    if proposal.failure:
+        abort(turn, proposal.failure)
+    elif proposal.phase is Phase.PREPARING:
         silent = _names(proposal) - proposal.prepared
-        hung = frozenset(name for name in silent if world is not None and name not in world.ranks)
         names = ", ".join(map(turn.name, sorted(silent)))
-        abort(turn, f"{names} did not get ready {waited}", kill=hung)
+        abort(turn, f"{names} did not get ready {waited}")
     elif proposal.phase is Phase.PROPOSED:
         abort(
             turn,

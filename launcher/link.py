@@ -1,4 +1,4 @@
-"""The node's unix socket: workers on one side of it, the command line on the other, the controller behind it."""
+"""The node's unix socket: workers and the command line on one side, the controller behind it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Behind(Protocol):
         ...
 
     def said(self, worker: str, message: Message) -> None:
-        """A worker's message."""
+        """Hear a worker's message."""
         ...
 
     async def asked(self, request: Control, writer: asyncio.StreamWriter) -> None:
-        """A request of the command line; returns when the connection may close."""
+        """Answer the command line; returns when the connection may close."""
         ...
 
     def trouble(self, sentence: str) -> None:
@@ -102,7 +102,7 @@ class Link:
             return
         hello = Message.decode(line)
         if not isinstance(hello, Hello):
-            raise ValueError(f"pid {pid} sent {type(hello).__name__} before Hello")
+            raise ValueError(f"pid {pid} sent {type(hello).__name__} before Hello")  # noqa: TRY004  (input)
         if hello.protocol != PROTOCOL_VERSION:
             raise ValueError(f"pid {pid} speaks protocol {hello.protocol}, this agent {PROTOCOL_VERSION}")
         if not await self._behind.expects(hello.worker):

@@ -1,7 +1,7 @@
 """Relays what ranked workers print to the terminal, whole line by whole line.
 
-Workers write into files of the run folder, so they never wait for a terminal; one thread follows the files. A slow,
-full or closed terminal holds up that thread and nothing else.
+Workers write into files of the run folder, so they never wait for a terminal; one thread follows the files.
+A slow, full or closed terminal holds up that thread and nothing else.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Relay:
                     known.until = size_of(known.path)
 
     def finish(self, timeout_s: float = 5.0) -> None:
-        """Show the rest of everything, then stop; after ``timeout_s`` even if the terminal does not take it."""
+        """Show the rest of everything, then stop; after ``timeout_s`` even if the terminal is stuck."""
         self._ending = True
         self._wake.set()
         if self._thread is not None:

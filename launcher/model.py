@@ -119,6 +119,8 @@ class Proposal:
     votes: Mapping[str, Switched] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     """joiners that ended while switching"""
+    failure: str = ""
+    """why a member could not prepare; the abort waits a moment for the end of the peer that may have caused it"""
     retired: Mapping[str, bool] = field(default_factory=dict)
     """members that said Retired before the last vote was in; whether they leave"""
 
@@ -130,6 +132,19 @@ class Retiring:
     generation: int
     waiting: frozenset[str]
     deadline: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopping:
+    """A job that is being brought to a common last step."""
+
+    reason: str
+    deadline: float
+    poll_at: float
+    margin: int = 2
+    seen: Mapping[str, int] = field(default_factory=dict)
+    step: int | None = None
+    armed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,20 +164,29 @@ class JobState:
     """``starting``, ``running`` or ``ending``"""
     workers: Mapping[str, Worker] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
+    report: Mapping[str, float] = field(default_factory=dict)
+    """what rank 0 last gave to step.report()"""
     world: World | None = None
     proposal: Proposal | None = None
     queued: Wish | None = None
     retiring: Retiring | None = None
+    stopping: Stopping | None = None
+    stop_patience_s: float = 15.0
+    """how long ranks may take to come to a common last step"""
     done_ranks: frozenset[str] = frozenset()
     """ranked workers that have exited 0"""
     standbys_started: bool = False
+    boot_to_come: int | None = None
+    """workers of the first world that are not started yet; none stands for all"""
+    forks_to_come: int = 0
+    """standbys that were asked for and are not started yet"""
     barren: int = 0
     """standbys in a row that ended before they joined"""
     last_resize: Mapping[str, Any] | None = None
     reason: str = "the workers are starting"
 
 
-# --- what can happen -----------------------------------------------------------------------------------------------
+# --- what can happen ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +269,7 @@ class Tick:
 Event = Started | Said | Exited | Wished | Numbered | StoreOpened | StoreFailed | Committed | StopAsked | Tick
 
 
-# --- what can be asked of the shell --------------------------------------------------------------------------------
+# --- what can be asked of the shell -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

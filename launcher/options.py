@@ -48,6 +48,12 @@ class RunOptions:
     """the environment workers start from"""
 
 
+def refuse_if(wrong: bool, sentence: str) -> None:
+    """Raise ``UsageError`` if something is wrong."""
+    if wrong:
+        raise UsageError(sentence)
+
+
 def parse_nnodes(text: str) -> None:
     """Accept one node. Raises ``UsageError`` for anything else."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())

@@ -24,6 +24,8 @@ class Process:
 
     pid: int
     boot_rank: int | None
+    slot: int
+    """place on this node, kept for life; the lowest that no other worker has"""
 
 
 class Pool:
@@ -49,6 +51,7 @@ class Pool:
         self._tell = tell
         self._ids = itertools.count()
         self._starts: dict[str, asyncio.Event] = {}
+        self._slots: dict[str, int] = {}
         self.alive: dict[str, Process] = {}
         self.changed = asyncio.Event()
         self.endpoint = Endpoint(host=options.host, port=0)
@@ -66,9 +69,12 @@ class Pool:
         """Fork one worker; its id. Raises ``TemplateError``."""
         worker = f"w{next(self._ids)}"
         logs = self.log_folder(worker)
+        slot = next(free for free in itertools.count() if free not in self._slots.values())
+        self._slots[worker] = slot
         environ = worker_environ(
-            self._options, job=self._job, folder=self._folder.path, socket=self._folder.socket_path, worker=worker,
-            rank=boot_rank, restarts=self.restarts, threads=self._threads, endpoint=self.endpoint,
+            self._options, job=self._job, folder=self._folder.path, socket=self._folder.socket_path,
+            worker=worker, slot=slot, rank=boot_rank, restarts=self.restarts, threads=self._threads,
+            endpoint=self.endpoint,
             error_file=logs / "error.json",
         )  # fmt: skip
         self._starts[worker] = asyncio.Event()
@@ -84,7 +90,7 @@ class Pool:
             }
         )
         pid = int(answer["pid"])
-        self.alive[worker] = Process(pid, boot_rank)
+        self.alive[worker] = Process(pid, boot_rank, slot)
         self._tell(Started(worker=worker, pid=pid, boot_rank=boot_rank))
         self._starts[worker].set()
         self._reaper.expect(pid, lambda code: self._ended(worker, code))
@@ -99,6 +105,7 @@ class Pool:
 
     def _ended(self, worker: str, code: int) -> None:
         process = self.alive.pop(worker)
+        del self._slots[worker]
         kill_session(process.pid, spare_leader=True)
         self._tell(Exited(worker=worker, code=code))
         self.changed.set()

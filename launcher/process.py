@@ -1,7 +1,7 @@
 """Processes of a node: the template, what it forks, and how all of it ends.
 
-The agent is a subreaper, so every descendant whose parent has ended becomes its child: whatever a worker leaves
-behind can be found, killed and reaped here.
+The agent is a subreaper, so every descendant whose parent has ended becomes its child: whatever a worker
+leaves behind can be found, killed and reaped here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Reaper:
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.reap)
 
     def expect(self, pid: int, ended: Callable[[int], None]) -> None:
-        """Call ``ended`` with the exit code of a child (negative: its signal), even if it has ended already."""
+        """Call ``ended`` with a child's exit code (negative: its signal), even if it has ended already."""
         code = self._unclaimed.pop(pid, None)
         if code is None:
             self._waiting[pid] = ended
@@ -111,7 +111,7 @@ class TemplateClient:
                 return answer
 
     async def _warm(self) -> None:
-        """Replace a template that has crashed before anyone asks for it: it also guards against our own death."""
+        """Replace a crashed template before anyone asks: it also guards against our own death."""
         async with self._lock:
             if self.pid is None and not self._closed:
                 self._drop()
@@ -137,7 +137,7 @@ class TemplateClient:
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         arguments = ["--fd", str(theirs.fileno()), "--agent", str(os.getpid()), "--job", self._job]
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: ASYNC220  (forks and returns; our own reaper waits for it)
                 [python, "-c", TEMPLATE_CODE, *arguments],
                 env=self._environ, pass_fds=[theirs.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -166,7 +166,8 @@ class TemplateClient:
         except (EOFError, ConnectionError):
             self._drop()
             raise TemplateError(
-                f"the template process ended before it was ready; last of {self._log}:\n{last_lines(self._log, 20)}"
+                f"the template process ended before it was ready; last of {self._log}:\n"
+                f"{last_lines(self._log, 20)}"
             ) from None
         started = True
 
@@ -205,7 +206,7 @@ def last_lines(path: Path, count: int) -> str:
 
 def session_members(leader: int) -> list[int]:
     """Descendants of this process that are in a worker's session, or descend from it; the worker first."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     found = [leader]
     with contextlib.suppress(psutil.Error):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def console(file: IO[str]) -> Console:
-    """A console that colours only a terminal, and none when ``NO_COLOR`` is set."""
+    """Return a console that colours only a terminal, and none when ``NO_COLOR`` is set."""
     from rich.console import Console
 
     width = None if file.isatty() else 160
@@ -32,9 +32,11 @@ def print_status(status: dict[str, Any]) -> None:
         axes = ", ".join(
             f"{axis}={size}" for axis, size in world["layout"].items() if size != 1 or axis == "dp"
         )
-        head += f", {world['size']} workers, {axes}"
+        head += f", {world['size']} worker{'s' * (world['size'] != 1)}, {axes}"
     if status["step"] is not None:
         head += f", step {status['step']}"
+    if status["report"]:
+        head += "".join(f", {name} {value:.6g}" for name, value in status["report"].items())
     out.print(head, style="bold")
     out.print(status["reason"])
     for node in status["nodes"]:

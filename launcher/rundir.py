@@ -1,4 +1,4 @@
-"""The run folder: where a job of this node keeps its record, socket, events, journal and logs, and how it is found.
+"""The run folder: where a job keeps its record, socket, events, journal and logs, and how it is found.
 
 ``<root>/<job>/`` (mode 0700) holds ``job.json`` (the record), ``agent.lock`` (held while the agent lives),
 ``agent.sock``, ``events.jsonl``, ``status.json`` (the last status, once the job has ended), ``store.db`` and
@@ -73,7 +73,10 @@ def default_root(environ: Mapping[str, str], uid: int) -> Path:
 
 
 def resolve_root(run_dir: str | None, environ: Mapping[str, str], uid: int) -> Path:
-    """The folder of all jobs. A job's own folder, which workers get as ``LIVERUN_RUN_DIR``, stands for its parent."""
+    """Return the folder of all jobs.
+
+    A job's own folder, which workers get as ``LIVERUN_RUN_DIR``, stands for its parent.
+    """
     if not run_dir:
         return default_root(environ, uid)
     path = Path(run_dir).absolute()
@@ -118,7 +121,7 @@ class JobFolder:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         socket_path, socket_folder = path / "agent.sock", None
         if len(os.fsencode(socket_path)) > SOCKET_PATH_LIMIT_BYTES:
-            socket_folder = Path(tempfile.mkdtemp(prefix="liverun-", dir="/tmp"))  # noqa: S108  (short on purpose)
+            socket_folder = Path(tempfile.mkdtemp(prefix="liverun-", dir="/tmp"))  # short on purpose
             socket_path = socket_folder / "agent.sock"
         return cls(path, lock_fd, socket_path, socket_folder)
 
@@ -127,7 +130,7 @@ class JobFolder:
         write_json(self.path / "job.json", dataclasses.asdict(record))
 
     def log_folder(self, worker: str) -> Path:
-        """The folder of one worker's logs, made if need be."""
+        """Return the folder of one worker's logs, made if need be."""
         folder = self.path / "logs" / worker
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
@@ -153,7 +156,7 @@ def fresh_job_id() -> str:
 
 
 def read_record(folder: Path) -> JobRecord | None:
-    """What a job's folder says, with state ``lost`` if its agent is gone without a word; ``None`` if unreadable."""
+    """Read what a job's folder says; ``None`` if unreadable. State ``lost``: its agent is gone."""
     try:
         values = json.loads((folder / "job.json").read_text())
         names = {field.name for field in dataclasses.fields(JobRecord)}

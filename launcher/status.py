@@ -11,8 +11,8 @@ SCHEMA_VERSION = 1
 
 
 def job_state(state: JobState, now: float) -> str:
-    """``starting``, ``running``, ``resizing`` or ``stopping``."""
-    if state.phase == "ending":
+    """Return ``starting``, ``running``, ``resizing`` or ``stopping``."""
+    if state.phase == "ending" or state.stopping is not None:
         return "stopping"
     if state.world is not None:
         return "resizing" if state.proposal is not None else "running"
@@ -21,7 +21,7 @@ def job_state(state: JobState, now: float) -> str:
 
 
 def status_object(state: JobState, *, job: str, host: str, now: float) -> dict[str, Any]:
-    """The job as it is now."""
+    """Return the job as it is now."""
     world = state.world
     ranks = {worker: rank for rank, worker in enumerate(world.ranks)} if world else {}
     rows = []
@@ -37,6 +37,7 @@ def status_object(state: JobState, *, job: str, host: str, now: float) -> dict[s
         "reason": state.reason,
         "generation": world.generation if world else 0,
         "step": max(state.steps.values(), default=None),
+        "report": dict(state.report),
         "world": world.as_dict() if world else None,
         "nodes": [
             {
@@ -56,6 +57,6 @@ def status_object(state: JobState, *, job: str, host: str, now: float) -> dict[s
 
 
 def ended_status(status: dict[str, Any], *, state: str, reason: str, exit_code: int | None) -> dict[str, Any]:
-    """The last status of a job that has ended."""
+    """Return the last status of a job that has ended."""
     nodes = [{**node, "state": "gone", "workers": [], "standbys": 0} for node in status.get("nodes", [])]
     return {**status, "state": state, "reason": reason, "exit_code": exit_code, "nodes": nodes}

@@ -19,7 +19,8 @@ def resolve(state: JobState, wish: Wish) -> Target | None:
     """Turn a wish into a target; ``None`` when the world is what is wished already.
 
     Raises ``RefusedError``, or ``NotYetError`` while workers that would be needed are still starting.
-    Survivors keep their order, so that with an unchanged layout they keep their ranks; leavers are the highest.
+    Survivors keep their order, so that with an unchanged layout they keep their ranks; leavers are the
+    highest.
     """
     world = state.world
     assert world is not None

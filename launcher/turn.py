@@ -19,7 +19,7 @@ class Turn:
         self.actions: list[Action] = []
 
     def decision(self) -> Decision:
-        """What was decided."""
+        """Return what was decided."""
         return Decision(state=self.state, actions=tuple(self.actions), reason=self.state.reason)
 
     def set(self, **changes: Any) -> None:
@@ -57,10 +57,16 @@ class Turn:
             self.do(Send(worker=worker, message=message))
 
     def record(
-        self, kind: str, reason: str, *, generation: int | None = None, wish: int | None = None,
-        fields: Mapping[str, Any] | None = None, **more: Any,
+        self,
+        kind: str,
+        reason: str,
+        *,
+        generation: int | None = None,
+        wish: int | None = None,
+        fields: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> None:
-        """Write an event; its reason becomes the job's. ``wish``: who is to see it, else whose generation it is."""
+        """Write an event; its reason becomes the job's. ``wish``: who sees it, if not the proposer."""
         proposal = self.state.proposal
         if generation is None:
             generation = self.state.world.generation if self.state.world else 0
@@ -72,17 +78,23 @@ class Turn:
         ):
             wish = proposal.wish.id
         self.set(reason=reason)
-        self.do(Record(kind=kind, generation=generation, reason=reason, fields={**(fields or {}), **more}, wish=wish))
+        self.do(
+            Record(
+                kind=kind, generation=generation, reason=reason, fields={**(fields or {}), **more}, wish=wish
+            )
+        )
 
     def fill_pool(self) -> None:
         """Ask for standbys up to the node's slots, once the script is known to join."""
         state = self.state
-        missing = state.nproc + state.standbys - len(state.workers) - len(state.done_ranks)
+        to_come = state.forks_to_come + (state.nproc if state.boot_to_come is None else state.boot_to_come)
+        missing = state.nproc + state.standbys - len(state.workers) - len(state.done_ranks) - to_come
         if state.standbys_started and state.phase != "ending" and state.barren < 3 and missing > 0:
+            self.set(forks_to_come=state.forks_to_come + missing)
             self.do(Fork(count=missing))
 
     def name(self, worker: str) -> str:
-        """A worker as people should read it, with its rank if it has one."""
+        """Write a worker as people should read it, with its rank if it has one."""
         world, proposal = self.state.world, self.state.proposal
         if world is not None and worker in world.ranks:
             return f"worker {worker} (rank {world.ranks.index(worker)})"

@@ -1,4 +1,4 @@
-"""``python -m liverun`` is the ``liverun`` command; the one place of this package that imports the launcher."""
+"""``python -m liverun`` is the ``liverun`` command: the one import of the launcher in this package."""
 
 import sys
 from pathlib import Path

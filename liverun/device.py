@@ -10,7 +10,8 @@ replaced                                   why, and by what
 ``Stream, Event, stream, synchronize, …``  there is one queue, always drained: no-ops (an Event has a time)
 ``default_generators, cuda.random``        one device whose generator is the CPU's: dropout draws from
                                            Megatron's RNG tracker exactly as on a GPU
-``_initialized``                           ``_lazy_call`` runs at once, not when a device is first used
+``_initialized, _is_in_bad_fork``          ``_lazy_call`` runs at once, not when a device is first used, and
+                                           a fork after a build with CUDA has looked for one is no harm
 ``memory_allocated, empty_cache, …``       nothing is allocated on a device: 0
 ``nvtx.*``                                 no profiler to tell: no-ops
 ``torch.zeros, …``, ``Tensor.new_*``       ``device='cuda'`` or ``0`` means the CPU; no ``pin_memory``
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -65,7 +67,9 @@ def install() -> torch.device:
     times, before or after Megatron is imported; only a call after it adds what Megatron forgot to define.
     """
     if torch.cuda.is_available():
-        return torch.device("cuda")
+        # a worker keeps its device for life, whatever its rank becomes
+        place = int(os.environ.get("LIVERUN_SLOT") or os.environ.get("LOCAL_RANK") or 0)
+        return torch.device("cuda", place % torch.cuda.device_count())
     _replace()
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if moe_utils is not None and not hasattr(moe_utils, "te_general_gemm"):
@@ -269,4 +273,5 @@ def _replace() -> None:
     cuda.random.device_count = _returns(1)
     cuda.default_generators = (torch.default_generator,)
     cuda._initialized = True
+    cuda._is_in_bad_fork = _returns(False)
     logging.getLogger(_RNG_LOGGER).addFilter(_is_not_rng_warning)

@@ -55,7 +55,7 @@ class _Seen(threading.local):
 _seen = _Seen()
 
 
-class _FencedWorld(c10d._World):  # type: ignore[misc,name-defined]
+class _FencedWorld(c10d._World):  # type: ignore[misc]
     """torch's process-group registry whose default group and name counter follow the calling thread."""
 
     @property

@@ -51,11 +51,14 @@ class Gate:
             self._armed = (generation, step)
             return Answer(late=False, at_step=self._reached)
 
-    def go(self, generation: int) -> None:
-        """Let the world of ``generation`` be entered at the armed step."""
+    def go(self, generation: int) -> bool:
+        """Let the world of ``generation`` be entered at the armed step; false if the loop has ended before it."""
         with self._changed:
+            if self._finished:
+                return False
             self._go = generation
             self._changed.notify_all()
+            return True
 
     def disarm(self, generation: int) -> None:
         """Cancel or abort: the training thread goes on in the world it is in."""
@@ -117,11 +120,12 @@ class Gate:
                     return self._take_go()
                 self._changed.wait()
 
-    def finish(self) -> None:
-        """The loop is over: every later Arm is late."""
+    def finish(self) -> int | None:
+        """End the loop: every later Arm is late. Return a generation whose Go has come and will not be followed."""
         with self._changed:
             self._finished = True
-            self._armed = None
+            unfollowed, self._go, self._armed = self._go, None, None
+            return unfollowed
 
     def _take_go(self) -> int:
         generation, self._go, self._armed = self._go, None, None

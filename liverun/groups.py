@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from liverun import device as devices
 from liverun import fence
@@ -76,6 +77,15 @@ def open_world(
                 expert_tensor_parallel_size=layout.etp if (layout.etp, layout.ep) != (1, 1) else None,
                 distributed_timeout_minutes=timeout.total_seconds() / 60,
             )
+
+
+def set_timeout(there: fence.Globals, timeout: timedelta) -> None:
+    """Give every group of a world the time-out it trains with; while it is prepared it has a shorter one.
+
+    gloo cannot abort an operation: a preparation that waits for a peer which never answers is over by its time-out.
+    """
+    for group in there.groups:
+        c10d._set_pg_timeout(timeout, group)
 
 
 def allgather_bytes(group: Any, payload: bytes, device: torch.device) -> list[bytes]:

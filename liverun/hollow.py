@@ -24,10 +24,11 @@ _FACTORIES = frozenset({"zeros", "ones", "full", "randn", "rand", "normal", "ran
 _FACTORIES_LIKE = frozenset({"zeros_like", "ones_like", "full_like", "randn_like", "rand_like", "randint_like"})
 _NEW_METHODS = frozenset({"new_zeros", "new_ones", "new_full"})
 _RANDOM = frozenset({"randn", "rand", "normal", "randint", "randperm", "randn_like", "rand_like", "randint_like"})
-_FILLS = frozenset({"copy_", "zero_", "fill_"})
+_FILLS = frozenset({"copy_", "zero_", "fill_", "constant_"})
 _RANDOM_FILLS = frozenset(
     {"normal_", "uniform_", "trunc_normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_",
-     "geometric_", "_no_grad_normal_", "_no_grad_uniform_", "_no_grad_trunc_normal_"}
+     "geometric_", "kaiming_uniform_", "kaiming_normal_", "_no_grad_normal_", "_no_grad_uniform_",
+     "_no_grad_trunc_normal_"}
 )
 _COPIES = frozenset({"clone", "float", "half", "bfloat16", "double", "to", "type", "contiguous"})
 
@@ -36,7 +37,7 @@ class HollowBufferError(RuntimeError):
     """A module buffer was built hollow, and no stream will fill it."""
 
 
-class Hollow(TorchFunctionMode):
+class Hollow(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
     """Function mode under which a stack is built hollow. See the module's text."""
 
     def __init__(self) -> None:
@@ -50,25 +51,23 @@ class Hollow(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _FACTORIES or name in _FACTORIES_LIKE or name in _NEW_METHODS:
             return self._make(func, name, args, kwargs)
-        if name in _RANDOM_FILLS or (name in _FILLS and _is_large(args[0])):
-            return self._fill(name, args, kwargs)
+        if name in _RANDOM_FILLS or name in _FILLS:
+            target = args[0] if args else kwargs["tensor"]
+            if name in _RANDOM_FILLS or _is_large(target):
+                return self._fill(name, target)
         if name in _COPIES and isinstance(args[0], torch.Tensor) and _is_large(args[0]):
             return self._copy(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _make(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        shape_of = dict(kwargs)
+        shape_of = {**kwargs, "device": "meta"}
         shape_of.pop("generator", None)
+        device = kwargs.get("device")
+        of = args
         if name in _FACTORIES_LIKE or name in _NEW_METHODS:
-            args = (args[0].detach().to("meta"), *args[1:])
-            shape_of.setdefault("device", "meta")
-            shape_of["device"] = "meta"
-            original = args[0]
-            device = kwargs.get("device") or original.device
-        else:
-            shape_of["device"] = "meta"
-            device = kwargs.get("device")
-        shape = func(*args, **shape_of)
+            device = args[0].device if device is None else device
+            of = (args[0].detach().to("meta"), *args[1:])
+        shape = func(*of, **shape_of)
         if shape.numel() < SMALL and name not in _RANDOM:
             return func(*args, **kwargs)
         made = torch.empty(shape.shape, dtype=shape.dtype, device=device, requires_grad=shape.requires_grad)
@@ -79,8 +78,7 @@ class Hollow(TorchFunctionMode):
             self._remember(made)
         return made
 
-    def _fill(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        target = args[0] if args else kwargs["tensor"]
+    def _fill(self, name: str, target: torch.Tensor) -> torch.Tensor:
         if name in _RANDOM_FILLS and not _is_large(target):
             with torch.no_grad():
                 target.zero_()

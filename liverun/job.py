@@ -8,6 +8,8 @@ one the environment describes and never changes.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -89,7 +91,10 @@ class Job:
         self._before_change: list[ChangeCallback] = []
         self._after_change: list[ChangeCallback] = []
         self._step_ended = time.perf_counter()
-        self.training = standing.training if standing is not None else Training(model=[])
+        self.training = Training(model=[])
+        """the present world's model, optimizer and scheduler; the same object, and the same list, over all changes"""
+        if standing is not None:
+            self._rebind(standing.training)
         self.next_step = 0
         """the step that comes next, or runs now"""
         self.consumed_samples = 0
@@ -126,7 +131,7 @@ class Job:
         if self.next_step < num_steps:
             return True
         if self._worker is not None:
-            self._worker.gate.finish()
+            self._worker.finish()
         return False
 
     def step(self) -> _StepContext:
@@ -210,6 +215,7 @@ class Job:
         self._standing = new
         if new is not None:
             fence.activate(new.globals)
+            groups.set_timeout(new.globals, worker.timeout)
             self._rebind(new.training)
             self._set_streams(prepared, new)
             self.next_step = outcome.position.step
@@ -238,12 +244,10 @@ class Job:
         self.training.optimizer = fresh.optimizer
         self.training.scheduler = fresh.scheduler
         self.training.extra = fresh.extra
-        if self._standing is not None:
-            self._standing.training = self.training
 
 
 class _Worker:
-    """This process as its agent knows it: the link, the gate, and what is being prepared."""
+    """The process as its agent knows it: the link, the gate, and what is being prepared."""
 
     def __init__(self, *, build: Build, limits: Limits, layout: Layout | None, timeout: timedelta) -> None:
         self.name = os.environ["LIVERUN_WORKER"]
@@ -251,11 +255,12 @@ class _Worker:
         self.staging_bytes = int(os.environ.get("LIVERUN_STAGING_BYTES") or _DEFAULT_STAGING_BYTES)
         self._build = build
         self._limits = limits
-        self._timeout = timeout
+        self.timeout = timeout
         self._job: Job | None = None
         self._device = devices.install()
         self._preparing: Preparation | None = None
-        self._retiring: threading.Thread | None = None
+        self._background: list[threading.Thread] = []
+        self._ending = False
         self._answered_step = -1
         self._link = Link(
             Path(os.environ["LIVERUN_SOCKET"]), on_message=self._receive, on_tick=self._tick, on_lost=self._lost
@@ -267,6 +272,7 @@ class _Worker:
         self._job = job
         self._link.send(self._hello)
         self._link.start()
+        atexit.register(self._end)
 
     # --- the link thread's side ---
 
@@ -282,7 +288,8 @@ class _Worker:
                 self._link.send(messages.Armed(
                     generation=message.generation, step=message.step, late=answer.late, at_step=answer.at_step))
             case messages.Go():
-                self.gate.go(message.generation)
+                if not self.gate.go(message.generation):
+                    self._say_over(message.generation)
             case messages.Cancel():
                 self.gate.disarm(message.generation)
             case messages.Abort():
@@ -299,12 +306,15 @@ class _Worker:
     def _prepare(self, spec: messages.Prepare) -> None:
         if self._preparing is not None:
             self._preparing.drop()
+        if self._ending:
+            self._say_failed(spec.generation, "the script is at its end")
+            return
         if all(member.old_rank is None for member in spec.members):
             self.gate.offer_first(spec)
             return
         self._preparing = Preparation(
             spec, worker=self.name, build=self._build, present=self._present(), device=self._device,
-            world_timeout=self._timeout, on_ready=self._say_ready, on_failed=self._say_failed,
+            on_ready=self._say_ready, on_failed=self._say_failed,
         )
         self._preparing.start()
 
@@ -341,12 +351,22 @@ class _Worker:
         started = time.perf_counter()
         me = next(member for member in spec.members if member.worker == self.name)
         store = groups.connect_store(spec.store_host, spec.store_port, timeout=timedelta(seconds=spec.timeout_s))
-        standing = build_first(spec, me, build=self._build, device=self._device, timeout=self._timeout, store=store)
+        standing = build_first(spec, me, build=self._build, device=self._device, timeout=self.timeout, store=store)
         self._link.send(messages.Prepared(generation=spec.generation, prepare_s=time.perf_counter() - started))
         while self.gate.wait_for_world() != spec.generation:
             pass
         self._link.send(messages.Switched(generation=spec.generation, ok=True))
         return standing
+
+    def finish(self) -> None:
+        """End the loop: a change of world that was to come at a later step does not."""
+        generation = self.gate.finish()
+        if generation is not None:
+            self._say_over(generation)
+
+    def _say_over(self, generation: int) -> None:
+        self._link.send(messages.Switched(
+            generation=generation, ok=False, reason="the script ended before the step of the change"))
 
     def take(self, generation: int) -> Next:
         """Hand over what was prepared for ``generation``."""
@@ -356,10 +376,10 @@ class _Worker:
         return prepared
 
     def refuse(self, prepared: Next, outcome: Outcome) -> None:
-        """The vote was no: say so, and give back what was prepared."""
+        """Say that the vote was no, and give back what was prepared."""
         self._link.send(messages.Switched(
             generation=prepared.spec.generation, ok=False, reason=outcome.reason))
-        threading.Thread(target=prepared.discard, name="liverun-discard", daemon=True).start()
+        self._run_in_background(prepared.discard, "liverun-discard")
 
     def report_switched(self, prepared: Next, outcome: Outcome, *, arm_s: float, pause_s: float) -> None:
         """Tell the agent what the switch took."""
@@ -372,21 +392,34 @@ class _Worker:
 
     def retire(self, old: Standing | None, prepared: Next) -> None:
         """Destroy the old world and the bridge in the background, then say Retired."""
-        self._retiring = threading.Thread(
-            target=self._retire, args=(old, prepared, self._retiring), name="liverun-retire", daemon=True
-        )
-        self._retiring.start()
+        before = list(self._background)
+        self._run_in_background(lambda: self._retire(old, prepared, before), "liverun-retire")
 
-    def _retire(self, old: Standing | None, prepared: Next, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
-        try:
-            # nobody closes the bridge while somebody still reads its vote
+    def _run_in_background(self, target: Callable[[], None], name: str) -> None:
+        self._background = [thread for thread in self._background if thread.is_alive()]
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._background.append(thread)
+        thread.start()
+
+    def _end(self) -> None:
+        """At the interpreter's end: no thread of ours may still be inside torch, which aborts the process then."""
+        self._ending = True
+        self.finish()
+        if self._preparing is not None:
+            self._preparing.drop()
+            self._preparing.join()
+        for thread in self._background:
+            thread.join()
+
+    def _retire(self, old: Standing | None, prepared: Next, before: list[threading.Thread]) -> None:
+        for thread in before:
+            thread.join()
+        # nobody closes the bridge while somebody still reads its vote; a peer that is gone has nothing left to read
+        with contextlib.suppress(RuntimeError):
             prepared.bridge.default_pg.barrier().wait()
-        except RuntimeError:
-            pass  # a peer that is gone has nothing left to read
         fence.destroy(prepared.bridge.groups)
         if old is not None:
+            megatron.let_go(old.training.model)
             fence.destroy(old.globals.groups)
         generation, leaves = prepared.spec.generation, prepared.standing is None
         del old, prepared
@@ -435,6 +468,10 @@ def join(
     """
     fence.install()
     device = devices.install()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # what is alive now is alive for good; a collection after each change need not walk all of torch and Megatron
+    gc.freeze()
     timeout = timedelta(seconds=timeout_s)
     limits = Limits(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
     if "LIVERUN_SOCKET" not in os.environ:
@@ -457,7 +494,7 @@ def join(
 def _standing_of_environment(
     build: Build, layout: Layout, limits: Limits, device: torch.device, timeout: timedelta
 ) -> Standing:
-    """The one world of a script that runs under torchrun, or by itself."""
+    """Build the one world of a script that runs under torchrun, or by itself."""
     for name, alone in {
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",

@@ -71,7 +71,7 @@ class Layout:
         return None
 
     def dp(self, world_size: int) -> int:
-        """Data parallel size in a world of ``world_size`` ranks. Raises ``ValueError`` if it does not divide."""
+        """Return the data parallel size in a world of that size. Raises ``ValueError`` if it does not divide."""
         if (reason := self.misfit(world_size)) is not None:
             raise ValueError(reason)
         return world_size // self.model_size

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from liverun.layout import Layout
 
@@ -55,16 +55,13 @@ class Message:
         kind = Message.types.get(values.pop("type", None)) if isinstance(values, dict) else None
         if kind is None:
             raise ValueError("message has no known type")
-        if kind is Prepare:
-            values["layout"] = Layout(**values["layout"])
-            values["members"] = tuple(Member(**member) for member in values["members"])
-        elif kind is Check:
-            values["layout"] = Layout(**values["layout"])
-        elif kind is Hello and values.get("layout") is not None:
-            values["layout"] = Layout(**values["layout"])
         try:
+            if values.get("layout") is not None:
+                values["layout"] = Layout(**values["layout"])
+            if "members" in values:
+                values["members"] = tuple(Member(**member) for member in values["members"])
             return kind(**values)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{kind.__name__} message is malformed: {error}") from None
 
 
@@ -184,7 +181,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Message):
-    """Can the model be laid out like this over so many workers?"""
+    """Asks whether the model can be laid out like this over so many workers."""
 
     generation: int
     layout: Layout

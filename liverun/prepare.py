@@ -6,6 +6,8 @@ In a thread of its own, while the training thread trains: the bridge, the next w
 
 from __future__ import annotations
 
+import functools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from resharding import boxes, megatron
 from resharding.plan import RankPlan, plan_for
 
 Build = Callable[[World], Training]
+
+_SOURCE_PATH = re.compile(r"\[/\S+:\d+\]\s*")
 
 
 @dataclass(kw_only=True)
@@ -76,7 +80,6 @@ class Preparation:
         build: Build,
         present: Standing | None,
         device: torch.device,
-        world_timeout: timedelta,
         on_ready: Callable[[Next], None],
         on_failed: Callable[[int, str], None],
     ) -> None:
@@ -85,12 +88,12 @@ class Preparation:
         self._build = build
         self._present = present
         self._device = device
-        self._world_timeout = world_timeout
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._deciding = threading.Lock()
         self._dropped = False
         self._ready: Next | None = None
+        self._discarding: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=f"liverun-prepare-{spec.generation}", daemon=True)
 
     def start(self) -> None:
@@ -103,7 +106,14 @@ class Preparation:
             self._dropped = True
             ready, self._ready = self._ready, None
         if ready is not None:
-            threading.Thread(target=ready.discard, name="liverun-discard", daemon=True).start()
+            self._discarding = threading.Thread(target=ready.discard, name="liverun-discard", daemon=True)
+            self._discarding.start()
+
+    def join(self) -> None:
+        """Wait until nothing of this attempt runs any more; the time-outs of the attempt bound it."""
+        self._thread.join()
+        if self._discarding is not None:
+            self._discarding.join()
 
     def take(self) -> Next:
         """Hand over what is ready; from here on it is the caller's."""
@@ -122,7 +132,7 @@ class Preparation:
             with self._deciding:
                 dropped = self._dropped
             if not dropped:
-                self._on_failed(self.spec.generation, f"{type(error).__name__}: {_first_line(error)}")
+                self._on_failed(self.spec.generation, f"{type(error).__name__}: {_in_short(error)}")
             return
         with self._deciding:
             if not self._dropped:
@@ -178,8 +188,8 @@ class Preparation:
     def _build_beside(self, spec: Prepare, me: Member, there: fence.Globals, store: object) -> Standing:
         assert me.rank is not None
         groups.open_world(
-            there, layout=spec.layout, device=self._device, timeout=self._world_timeout, store=store, rank=me.rank,
-            size=spec.world_size,
+            there, layout=spec.layout, device=self._device, timeout=timedelta(seconds=spec.timeout_s), store=store,
+            rank=me.rank, size=spec.world_size,
         )
         world = world_of(spec, me, self._device, rng.Seeding())
         hollow = Hollow()
@@ -209,11 +219,18 @@ def _old(names: list[dict[str, int]], spec: Prepare) -> list[bool]:
 def _stream_pieces(streams: dict[str, torch.Tensor], role: int) -> list[boxes.Piece]:
     return [
         boxes.Piece(
-            boxes.Box(f"rng/{role}/{name}", "uint8", (len(state),), (0,), (len(state),)), lambda state=state: state
+            boxes.Box(f"rng/{role}/{name}", "uint8", (len(state),), (0,), (len(state),)),
+            functools.partial(_itself, state),
         )
         for name, state in streams.items()
     ]
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
+def _itself(state: torch.Tensor) -> torch.Tensor:
+    return state
+
+
+def _in_short(error: BaseException) -> str:
+    """One line of an error: gloo's come with a source path before them and advice behind."""
+    line = (str(error).strip() or "no message").splitlines()[0]
+    return _SOURCE_PATH.sub("", line).partition(" This is typically caused by")[0]

@@ -57,7 +57,8 @@ def capture() -> dict[str, torch.Tensor]:
     """Return every stream's state by name as ``uint8`` CPU tensors; copies, not views."""
     version, words, gauss = random.getstate()
     assert version == 3
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    state: Any = np.random.get_state()  # noqa: NPY002
+    kind, keys, position, has_gauss, cached = state
     assert kind == "MT19937"
     streams = {
         "python": _bytes_tensor(_PYTHON.pack(*words, gauss is not None, gauss or 0.0)),

@@ -108,9 +108,10 @@ def _exchange(
             "optimizer": megatron.common_state(training.optimizer),
         }
     said = [value for value in groups.allgather_json(prepared.bridge.default_pg, mine, device) if value is not None]
-    positions = [value["position"] for value in said]
-    if any(value != positions[0] for value in positions):
-        raise RuntimeError(f"ranks stand at different positions: {positions}")
+    for part in ("position", "scheduler", "extra"):
+        if any(value[part] != said[0][part] for value in said):
+            differing = [value[part] for value in said]
+            raise RuntimeError(f"{part} differs between ranks, so it cannot move: {str(differing)[:500]}")
     return {**said[0], "optimizer": megatron.merge_common_state([value["optimizer"] for value in said])}
 
 

@@ -1,17 +1,19 @@
 """The template: a process that has imported everything, and that workers are forked from.
 
-Started by the agent with one end of a socket pair as ``--fd``. It is single-threaded and never touches CUDA, so that
-forking it is safe and takes milliseconds. Over the socket go JSON lines:
+Started by the agent with one end of a socket pair as ``--fd``. It is single-threaded and never touches CUDA,
+so that forking it is safe and takes milliseconds. Over the socket go JSON lines:
 
 1. template -> agent ``{"ready": true, "import_s": 3.1}`` once everything is imported.
 2. agent -> template ``{"id": 7, "op": "worker", ...}`` (fields of :class:`WorkerTask`) or
    ``{"id": 8, "op": "store", "host": "127.0.0.1", "port": 0}``.
-3. template -> agent ``{"id": 7, "pid": 4711}``, for a store with its ``port`` too, or ``{"id": 8, "error": "..."}``.
+3. template -> agent ``{"id": 7, "pid": 4711}``, for a store with its ``port`` too, or ``{"id": 8, "error":
+   "..."}``.
 4. agent -> template ``{"op": "end"}``: the template is not needed any more.
 
-A child is forked twice, so that it becomes a child of the agent (a subreaper), which reaps it itself: workers live on
-when the template crashes, and die with their agent. When the agent is gone, the template first kills whatever still
-carries this job's id in its environment (data-loading processes of killed workers, for example), then ends.
+A child is forked twice, so that it becomes a child of the agent (a subreaper), which reaps it itself:
+workers live on when the template crashes, and die with their agent. When the agent is gone, the template
+first kills whatever still carries this job's id in its environment (data-loading processes of killed
+workers, for example), then ends.
 
 Nothing here imports the launcher: a user's own ``launcher.py`` beside the script must keep working.
 """
@@ -53,7 +55,7 @@ class WorkerTask:
     """What one forked worker is to do."""
 
     mode: str
-    """``script`` (a path), ``module`` (a name, as after ``python -m``) or ``program`` (anything executable)"""
+    """``script`` (a path), ``module`` (a name, as after ``python -m``) or ``program`` (an executable)"""
     argv: Sequence[str]
     """the script, module or program, then its arguments"""
     env: Mapping[str, str]
@@ -94,11 +96,11 @@ class WorkerTask:
             sys.stderr.reconfigure(line_buffering=True)
 
 
-# --- the child's side ----------------------------------------------------------------------------------------------
+# --- the child's side ---------------------------------------------------------------------------------------
 
 
 def adopt(agent_pid: int) -> None:
-    """Wait until the agent is the parent, then ask the kernel to be killed with it. Ends if the agent is gone."""
+    """Wait until the agent is the parent, then ask to be killed with it. Ends if the agent is gone."""
     first_parent = os.getppid()
     deadline = time.monotonic() + ADOPTION_TIMEOUT_S
     while os.getppid() != agent_pid:
@@ -184,7 +186,7 @@ def report_uncaught(error: BaseException) -> None:
 
 
 def serve_store(listener: socket.socket, agent_pid: int) -> None:
-    """Be the c10d store of a world. It starts with its first client, so a script that needs none costs nothing."""
+    """Be the c10d store of a world. It starts with its first client: a script without one pays nothing."""
     os.setsid()
     adopt(agent_pid)
     reset_signals()
@@ -199,18 +201,18 @@ def serve_store(listener: socket.socket, agent_pid: int) -> None:
         signal.pause()
 
 
-# --- the template's side -------------------------------------------------------------------------------------------
+# --- the template's side ------------------------------------------------------------------------------------
 
 
 class Template:
-    """Serves requests until the agent is gone. Returns to the caller in a forked worker, to run with a clean stack."""
+    """Serves requests. Returns to the caller in a forked worker, which runs with a clean stack."""
 
     def __init__(self, connection: socket.socket, agent_pid: int) -> None:
         self._connection = connection
         self._agent_pid = agent_pid
 
     def serve(self) -> WorkerTask | None:
-        """Answer requests. In a child that is to be a worker: returns its task. In the template: ``None`` at the end.
+        """Answer requests. Returns the task in a child that is to be a worker, ``None`` at the end.
 
         Raises ``EOFError`` when the agent is gone without a word.
         """

@@ -17,9 +17,13 @@ from liverun.layout import Layout
 class Stateful(Protocol):
     """Anything with ``state_dict()`` and ``load_state_dict()``."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take over a state that ``state_dict`` returned."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,6 +122,26 @@ def misfit_of(model_chunks: Sequence[torch.nn.Module], sizes: Mapping[str, int])
     return misfit(config, **known)
 
 
+def let_go(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Make chunks that will not be used again collectable, with all they hold: buffers, groups, optimizer shards.
+
+    A circle runs through C++, where Python's collector cannot see it: optimizer shards are views of parameters, the
+    gradient accumulators of those carry DDP's hooks, and the hooks refer to DDP, which knows the optimizer. And
+    rotary embeddings cache their results in their class, under themselves. So modules are emptied and such caches
+    cleared; whoever still uses a chunk gets an error rather than yesterday's model.
+    """
+    for chunk in model_chunks:
+        modules = list(chunk.modules())
+        for param in chunk.parameters():
+            vars(param).clear()
+        for kind in {base for module in modules for base in type(module).__mro__}:
+            for member in vars(kind).values():
+                if hasattr(member, "cache_clear"):
+                    member.cache_clear()
+        for module in modules:
+            vars(module).clear()
+
+
 def materialize_optimizer_state(optimizer: Any, *, empty: bool = False) -> None:
     """Give every parameter of the optimizer the state that torch's Adam or AdamW makes in its first step.
 
@@ -690,7 +710,8 @@ def _group_name(group: Mapping[str, Any]) -> str:
 def _step_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | None:
     states = (optimizer.state.get(param, {}) for param in group["params"])
     steps = {_plain(state["step"]) for state in states if "step" in state}
-    if "step" in group and group["params"]:
+    if not steps and "step" in group and group["params"]:
+        # fused Adam counts per group; with torch's Adam it is what a checkpoint load left there, and stale
         steps.add(_plain(group["step"]))
     if len(steps) > 1:
         raise Unsupported(f"parameters of group {_group_name(group)} are at different steps {sorted(steps)}")

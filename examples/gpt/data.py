@@ -12,6 +12,7 @@ from filelock import FileLock
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers import MegatronTokenizerBase
 
 
@@ -57,7 +58,7 @@ def open_datasets(prefix: str, seq_length: int, seed: int, num_train: int, num_v
         random_seed=seed,
         sequence_length=seq_length,
         blend=([prefix], None),
-        split="98,2,0",
+        split=_split(prefix),
         path_to_cache=str(cache),
         tokenizer=ByteTokenizer(),
         reset_position_ids=False,
@@ -69,6 +70,15 @@ def open_datasets(prefix: str, seq_length: int, seed: int, num_train: int, num_v
         builder = BlendedMegatronDatasetBuilder(GPTDataset, (num_train, num_valid, 0), lambda: True, config)
         train, valid, _ = builder.build()
     return train, valid
+
+
+def _split(prefix: str) -> str:
+    """Hold back 2 % of the documents, but one at least: over none at all Megatron counts epochs for ever."""
+    num_documents = len(IndexedDataset(prefix))
+    if num_documents < 2:
+        raise SystemExit(f"{prefix}.bin holds {num_documents} documents; training and validation need two")
+    percent = max(2, -(-100 // num_documents))
+    return f"{100 - percent},{percent},0"
 
 
 def sample_ids(first: int, micro_batch: int, micro_batch_size: int) -> range:

@@ -51,7 +51,8 @@ class Store(Protocol):
     ) -> int | None:
         """Write all of ``writes`` (``None`` removes) if every key of ``expected`` still has that revision.
 
-        Revision 0 stands for a key that does not exist. Returns the new revision, or ``None`` if nothing was written.
+        Revision 0 stands for a key that does not exist. Returns the new revision, or ``None`` if nothing was
+        written.
         """
         ...
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from launcher.store.contract import Change, Entry
 
 SCHEMA = """
-create table if not exists entries (key text primary key, value text not null, revision integer not null, lease integer);
+create table if not exists entries (
+    key text primary key, value text not null, revision integer not null, lease integer
+);
 create table if not exists history (revision integer not null, key text not null, value text);
 create index if not exists history_by_revision on history (revision);
 create table if not exists leases (id integer primary key autoincrement, ttl_s real not null);
@@ -24,9 +26,10 @@ HISTORY_KEPT = 10_000
 class EmbeddedStore:
     """A :class:`launcher.store.contract.Store` in this process; nothing of it is reachable from outside.
 
-    Writes outlive this process (WAL) before they are acknowledged; not a power cut, which the job would not outlive
-    either, and whose price, a sync of the disk, would hold up every worker that waits for a word. Leases are timed by ``clock`` and start anew
-    when the journal is opened again: a restart never shortens one.
+    Writes outlive this process (WAL) before they are acknowledged; not a power cut, which the job would not
+    outlive either, and whose price, a sync of the disk, would hold up every worker that waits for a word.
+    Leases are timed by ``clock`` and start anew when the journal is opened again: a restart never shortens
+    one.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float]) -> None:
@@ -103,7 +106,8 @@ class EmbeddedStore:
             changed = self._changed
             try:
                 rows = self._db.execute(
-                    "select key, value, revision from history where revision > ? and substr(key, 1, ?) = ? order by rowid",
+                    "select key, value, revision from history where revision > ? and substr(key, 1, ?) = ?"
+                    " order by rowid",
                     (seen, len(prefix), prefix),
                 ).fetchall()
             except sqlite3.ProgrammingError:  # closed

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launcher_bed import Bed, closing  # noqa: E402
+from launcher_bed import Bed, closing
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-
+from pathlib import Path
 
 from liverun.layout import Layout
 from liverun.messages import (
@@ -136,7 +136,7 @@ class FakeWorker:
                     if self.go is not None:
                         self.switch()
                     continue
-                if os.path.exists(os.environ["FAKE_END"]):
+                if Path(os.environ["FAKE_END"]).exists():
                     return
                 self.changed.wait(STEP_S)
                 if self.behave.get("fail_at") == self.step:
@@ -145,6 +145,7 @@ class FakeWorker:
                     self.step += 1
                 if self.step % 50 == 0:
                     self.say(Progress(generation=self.generation, step=self.step))
+            print(f"{self.worker} stops before step {self.step}", flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ class Bed:
         return self.folder / "end"
 
     def environ(self, **more: str) -> dict[str, str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("LIVERUN_", "PET_", "TORCHELASTIC_"))}
+        clean = {
+            k: v for k, v in os.environ.items() if not k.startswith(("LIVERUN_", "PET_", "TORCHELASTIC_"))
+        }
         clean.update(
             LIVERUN_RUN_DIR=str(self.root), FAKE_END=str(self.end_file), OMP_NUM_THREADS="1", NO_COLOR="1",
             COLUMNS="200",

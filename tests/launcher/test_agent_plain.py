@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ def test_a_plain_script_sees_torchruns_environment_and_its_own_arguments(bed: Be
         "import json, os, sys\n"
         "print(json.dumps({'argv': sys.argv, 'path0': sys.path[0], 'name': __name__, 'file': __file__, 'env': dict(os.environ)}))\n",
     )
-    agent = bed.launch("--nproc_per_node=2", "--rdzv-id", "r1", script, "--", "--nproc-per-node", "9", "-m", "")
+    agent = bed.launch(
+        "--nproc_per_node=2", "--rdzv-id", "r1", script, "--", "--nproc-per-node", "9", "-m", ""
+    )
     assert agent.wait() == 0
     for rank in range(2):
         seen = json.loads(agent.log(f"w{rank}"))
@@ -103,9 +106,7 @@ def test_one_failure_ends_all_workers_at_once_and_is_the_one_reported(bed: Bed) 
     """Known complaint 8: one segfault holds the others 5 min."""
     script = bed.script(
         "one.py",
-        "import os, signal\n"
-        "if os.environ['RANK'] == '1': raise SystemExit(9)\n"
-        "signal.pause()\n",
+        "import os, signal\nif os.environ['RANK'] == '1': raise SystemExit(9)\nsignal.pause()\n",
     )
     agent = bed.launch("--nproc-per-node", "3", script)
     assert agent.wait() == 1
@@ -157,6 +158,25 @@ def test_nothing_is_left_when_a_signal_ends_the_launcher(bed: Bed, number: signa
         agent.signal(signal.SIGTERM)  # a scheduler says it again
     assert agent.wait() == 128 + number
     assert not processes_with(bed.mark)
+
+
+def test_user_signals_reach_the_ranked_workers(bed: Bed) -> None:
+    """Known complaint 16: SIGUSR1/2 not forwarded. Known complaint 17: signals go to ranks only."""
+    script = bed.script(
+        "usr.py",
+        "import os, signal, subprocess\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('heard', flush=True))\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        f"open({str(bed.folder)!r} + '/up' + os.environ['RANK'], 'w').close()\n"
+        "signal.pause()\n"
+        "assert child.poll() is None\n",
+    )
+    agent = bed.launch("--nproc-per-node", "2", script)
+    for rank in range(2):
+        until(f"rank {rank}", (bed.folder / f"up{rank}").exists)
+    agent.signal(signal.SIGUSR1)
+    assert agent.wait() == 0, agent.stderr()
+    assert sorted(agent.stdout().splitlines()) == ["[default0]:heard", "[default1]:heard"]
 
 
 def test_a_second_ctrl_c_kills_at_once(bed: Bed) -> None:
@@ -243,7 +263,9 @@ def test_two_jobs_run_side_by_side_and_must_be_named(bed: Bed) -> None:
 
 def test_a_run_folder_too_deep_for_a_socket_gets_one_that_fits_and_is_removed(bed: Bed) -> None:
     deep = bed.folder / ("d" * 60) / ("e" * 60)
-    agent = bed.launch("--run-dir", str(deep), "--nproc-per-node", "1", str(Path(__file__).with_name("fake_worker.py")))
+    agent = bed.launch(
+        "--run-dir", str(deep), "--nproc-per-node", "1", str(Path(__file__).with_name("fake_worker.py"))
+    )
     record = until("the record", lambda: list(deep.glob("*/job.json")))[0]
     socket = Path(json.loads(record.read_text())["socket"])
     assert len(os.fsencode(socket)) <= 107
@@ -259,3 +281,13 @@ def test_a_template_that_cannot_import_is_said_with_its_last_lines(bed: Bed) -> 
     agent = bed.launch(bed.script("ok.py", ""), LIVERUN_PRELOAD="none,no_such_module_here")
     assert agent.wait() == 1
     assert "No module named 'no_such_module_here'" in agent.stderr()
+
+
+def test_a_port_that_is_taken_is_said_and_does_not_use_up_restarts(bed: Bed) -> None:
+    """Known complaint 20: address already in use."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        agent = bed.launch("--master-port", str(port), "--max-restarts", "3", bed.script("ok.py", ""))
+        assert agent.wait() == 1
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in agent.stderr()
+    assert agent.kinds() == ["started", "worker_failed"]

@@ -37,7 +37,9 @@ def test_no_command_line_imports_torch_or_what_it_does_not_need(bed: Bed, words:
         "if '--help' in sys.argv:\n"
         "  for name in ('rich.console', 'asyncio', 'psutil', 'sqlite3'): assert name not in sys.modules, name\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=bed.environ(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=bed.environ(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -47,7 +49,9 @@ def test_help_answers_in_a_moment(bed: Bed) -> None:
         started = os.times()
         assert bed.cli("--help").returncode == 0
         ended = os.times()
-        times.append(ended.children_user + ended.children_system - started.children_user - started.children_system)
+        times.append(
+            ended.children_user + ended.children_system - started.children_user - started.children_system
+        )
     assert min(times) < 0.3  # of a processor: other load on the machine does not count
 
 
@@ -57,7 +61,10 @@ def test_help_answers_in_a_moment(bed: Bed) -> None:
         (["--nnodes", "2", "x.py"], "--nnodes 2: this version runs on one node only; use --nnodes 1"),
         (["--nnodes", "1:2", "x.py"], "one node only"),
         (["--nnodes", "few", "x.py"], "--nnodes 'few' is neither N nor MIN:MAX"),
-        (["--nproc-per-node", "0", "x.py"], "--nproc-per-node '0' is neither a number of at least 1 nor auto"),
+        (
+            ["--nproc-per-node", "0", "x.py"],
+            "--nproc-per-node '0' is neither a number of at least 1 nor auto",
+        ),
         (["--nproc_per_node", "gpu", "x.py"], "no GPU is visible"),
         (["--nproc-per-node", "4", "--layout", "tp=3", "x.py"], "layout tp=3 needs a multiple of 3 workers"),
         (["--layout", "tp=two", "x.py"], "layout 'tp=two': 'two' is not a whole number"),
@@ -86,7 +93,9 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(bed: Bed, words: list[s
 
 def test_options_come_from_the_environment_too_in_torchruns_spelling_as_well(bed: Bed) -> None:
     """Known complaint 24: a time-out cannot be set from the environment."""
-    script = bed.script("size.py", "import os\nprint(os.environ['WORLD_SIZE'], os.environ['LIVERUN_STAGING_BYTES'])\n")
+    script = bed.script(
+        "size.py", "import os\nprint(os.environ['WORLD_SIZE'], os.environ['LIVERUN_STAGING_BYTES'])\n"
+    )
     agent = bed.launch(script, PET_NPROC_PER_NODE="2", LIVERUN_STAGING="1MiB", PET_NNODES="1")
     assert agent.wait() == 0
     assert agent.log("w1") == f"2 {2**20}\n"
@@ -164,7 +173,9 @@ def test_the_run_folder_is_found_where_a_user_would_look(tmp_path: Path) -> None
     runtime.mkdir()
     home.mkdir()
     assert default_root({"XDG_RUNTIME_DIR": str(runtime), "HOME": str(home)}, 7) == runtime / "liverun"
-    assert default_root({"XDG_RUNTIME_DIR": "/nowhere", "HOME": str(home)}, 7) == home / ".local/state/liverun"
+    assert (
+        default_root({"XDG_RUNTIME_DIR": "/nowhere", "HOME": str(home)}, 7) == home / ".local/state/liverun"
+    )
     assert default_root({}, 7).name == "liverun-7"
     (tmp_path / "j").mkdir()
     (tmp_path / "j" / "job.json").write_text("{}")
@@ -172,7 +183,9 @@ def test_the_run_folder_is_found_where_a_user_would_look(tmp_path: Path) -> None
     assert resolve_root(str(tmp_path), {}, 7) == tmp_path
 
 
-def test_auto_counts_the_cgroup_and_the_visible_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_counts_the_cgroup_and_the_visible_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Known complaint 26: auto counts the host's CPUs, not the cgroup's."""
     monkeypatch.setattr(options.os, "sched_getaffinity", lambda _: range(64))
     assert count_cpus(tmp_path) == 64
@@ -197,7 +210,9 @@ def test_cores_are_shared_out_among_workers_unless_the_user_said() -> None:
     assert omp_threads({"OMP_NUM_THREADS": "5"}, 8, 64) is None
 
 
-@pytest.mark.parametrize(("text", "count"), [("512MiB", 2**29), ("1.5 GB", 1_500_000_000), ("7", 7), ("2KiB", 2048)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("512MiB", 2**29), ("1.5 GB", 1_500_000_000), ("7", 7), ("2KiB", 2048)]
+)
 def test_sizes_are_read_with_their_units(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 

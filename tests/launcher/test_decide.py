@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.decide import JOIN_PATIENCE_S, decide, next_deadline
-from launcher.generation import ARM_TIMEOUT_S, MAX_ARM_TRIES, RETIRE_TIMEOUT_S
+from launcher.generation import ARM_TIMEOUT_S, MAX_ARM_TRIES, RETIRE_TIMEOUT_S, ROOT_CAUSE_PATIENCE_S
 from launcher.model import (
     Action,
     Answer,
@@ -102,6 +102,12 @@ class Drive:
     def say(self, worker: str, message: Message) -> list[Action]:
         return self.feed(Said(worker=worker, message=message))
 
+    def fail(self, worker: str, generation: int, reason: str) -> list[Action]:
+        """Say Failed, and let the moment pass in which a peer's end would explain it."""
+        actions = self.say(worker, Failed(generation=generation, reason=reason))
+        self.now += ROOT_CAUSE_PATIENCE_S
+        return [*actions, *self.feed(Tick())]
+
     def hello(self, *workers: str, layout: Layout | None = None) -> list[Action]:
         return self.feed(*(Said(worker=w, message=Hello(worker=w, pid=1, layout=layout)) for w in workers))
 
@@ -161,7 +167,9 @@ class Drive:
         return [
             action
             for w in (only or tuple(self.members()))
-            for action in self.say(w, Switched(generation=generation, ok=w not in noes, reason="why", step=12))
+            for action in self.say(
+                w, Switched(generation=generation, ok=w not in noes, reason="why", step=12)
+            )
         ]
 
     def retired(self) -> None:
@@ -248,11 +256,28 @@ def test_standbys_are_started_only_when_the_script_has_joined() -> None:
     assert the(Fork, drive.hello("w0")).count == 3
 
 
+def test_a_rank_that_joins_before_the_others_are_started_does_not_make_the_pool_too_large() -> None:
+    drive = Drive(nproc=1, standbys=0)
+    drive.state = JobState(nproc=3, standbys=1)
+    drive.feed(Started(worker="w0", pid=1, boot_rank=0))
+    assert the(Fork, drive.hello("w0")).count == 1
+
+
+def test_standbys_that_end_together_are_replaced_one_for_one() -> None:
+    drive = Drive(nproc=1, standbys=2).first_world()
+    drive._shell = lambda _: None  # type: ignore[method-assign]  (the new ones take their time)
+    forks = [of(Fork, drive.feed(Exited(worker=worker, code=1))) for worker in ("w1", "w2")]
+    assert [fork.count for found in forks for fork in found] == [1, 1]
+
+
 def test_a_failure_in_the_first_world_fails_the_job_without_a_retry() -> None:
     """Known complaint 12: restarts on a failure at start-up until the budget is gone."""
     drive = Drive(max_restarts=3)
     drive.hello("w0", "w1")
-    assert the(End, drive.say("w1", Failed(generation=1, reason="typo"))).reason == "worker w1 (to be rank 1): typo"
+    assert (
+        the(End, drive.fail("w1", 1, "typo")).reason
+        == "worker w1 (to be rank 1): typo"
+    )
     other = Drive(max_restarts=3)
     other.hello("w0", "w1")
     assert the(End, other.feed(Exited(worker="w1", code=1))).code == 1
@@ -355,7 +380,10 @@ def test_replace_keeps_size_and_layout() -> None:
     ("wish", "reason"),
     [
         ({"workers": 9}, "9 workers were asked for, but this job has 4 (2 ranked, 2 standbys)"),
-        ({"workers": 4, "layout": Layout(tp=3)}, "layout tp=3 needs a multiple of 3 workers (tp*pp*cp), not 4"),
+        (
+            {"workers": 4, "layout": Layout(tp=3)},
+            "layout tp=3 needs a multiple of 3 workers (tp*pp*cp), not 4",
+        ),
         ({"workers": 0}, "a world of 0 workers is none; ask for at least 1"),
         ({"replace": "w3"}, "no ranked worker w3; there are ranks 0 to 1: w0, w1"),
     ],
@@ -408,7 +436,9 @@ def test_a_wish_waits_for_standbys_that_are_still_starting() -> None:
     drive.hello("w0")
     drive.prepared()
     drive.voted()
-    assert not of(Number, drive.wish(workers=2, timeout_s=5))
+    waiting = drive.wish(workers=2, timeout_s=5)
+    assert not of(Number, waiting)
+    assert the(Record, waiting).kind == "queued"
     (standby,) = (w.id for w in drive.state.workers.values() if w.boot_rank is None)
     assert the(Number, drive.hello(standby))
     late = Drive(nproc=1, standbys=1)
@@ -447,7 +477,10 @@ def old_world_goes_on(drive: Drive, actions: list[Action]) -> str:
 def test_old_world_goes_on_when_a_joiner_dies() -> None:
     drive = preparing()
     actions = drive.feed(Exited(worker="w2", code=-9))
-    assert old_world_goes_on(drive, actions) == "worker w2 (to be rank 2) ended while preparing: killed by SIGKILL"
+    assert (
+        old_world_goes_on(drive, actions)
+        == "worker w2 (to be rank 2) ended while preparing: killed by SIGKILL"
+    )
     assert [worker for worker, _ in sent(Abort, actions)] == ["w0", "w1"]
     assert the(Fork, actions).count == 1
 
@@ -455,9 +488,17 @@ def test_old_world_goes_on_when_a_joiner_dies() -> None:
 def test_old_world_goes_on_when_a_member_fails() -> None:
     for worker in ("w1", "w2"):
         drive = preparing()
-        actions = drive.say(worker, Failed(generation=2, reason="no room"))
+        actions = drive.fail(worker, 2, "no room")
         assert old_world_goes_on(drive, actions).endswith("no room")
-        assert [name for name, _ in sent(Abort, actions)] == ["w0", "w1", "w2"]
+        assert [name for name, _ in sent(Abort, actions)] == ["w0", "w1"]
+        assert the(Kill, actions).worker == "w2", "whoever waits for the joiner would wait on"
+
+
+def test_the_end_of_a_joiner_explains_what_its_peers_saw_of_it() -> None:
+    drive = preparing()
+    assert not drive.say("w0", Failed(generation=2, reason="connection closed by peer"))
+    actions = drive.feed(Exited(worker="w2", code=-9))
+    assert old_world_goes_on(drive, actions).endswith("ended while preparing: killed by SIGKILL")
 
 
 def test_a_hung_joiner_is_named_and_killed_but_a_hung_rank_is_not() -> None:
@@ -558,17 +599,31 @@ def test_a_split_vote_fails_the_job() -> None:
 def test_a_joiner_that_dies_switching_is_a_no_of_its_own() -> None:
     drive = switching()
     drive.voted("w0", "w1", only=("w0", "w1"))
-    assert "w2 (to be rank 2) ended while switching" in old_world_goes_on(drive, drive.feed(Exited(worker="w2", code=1)))
+    assert "w2 (to be rank 2) ended while switching" in old_world_goes_on(
+        drive, drive.feed(Exited(worker="w2", code=1))
+    )
     yes = switching()
     yes.voted(only=("w0", "w1"))
     assert the(End, yes.feed(Exited(worker="w2", code=1))).outcome == "failed"
+
+
+def test_a_rank_that_ends_instead_of_voting_has_said_no() -> None:
+    drive = switching()
+    drive.voted("w0", "w2", only=("w0", "w2"))
+    actions = drive.feed(Exited(worker="w1", code=0))
+    assert "aborted" in kinds(actions)
+    assert not of(End, actions), "the other rank is about to end well too"
+    assert the(End, drive.feed(Exited(worker="w0", code=0))).outcome == "finished"
 
 
 def test_a_commit_that_is_fenced_off_fails_the_job() -> None:
     drive = switching()
     drive._shell = lambda _: None  # type: ignore[method-assign]
     drive.voted()
-    assert "another generation has become active" in the(End, drive.feed(Committed(generation=2, won=False))).reason
+    assert (
+        "another generation has become active"
+        in the(End, drive.feed(Committed(generation=2, won=False))).reason
+    )
 
 
 # --- queue, ends, restarts ---------------------------------------------------------------------------------------
@@ -579,7 +634,7 @@ def test_requests_are_queued_and_the_last_wish_wins() -> None:
     assert kinds(drive.wish(workers=4)) == ["queued"]
     superseded = the(Answer, drive.wish(workers=2, cause="resize --workers 2"))
     assert (superseded.wish, superseded.outcome) == (2, "refused")
-    actions = drive.say("w2", Failed(generation=2, reason="x"))
+    actions = drive.fail("w2", 2, "x")
     assert [(a.wish, a.outcome) for a in of(Answer, actions)] == [(1, "aborted"), (3, "unchanged")]
 
 
@@ -651,18 +706,69 @@ def test_a_dead_standby_is_replaced_but_not_for_ever() -> None:
     assert "this job has 1" in the(Answer, drive.wish(workers=2)).reason
 
 
-def test_stop_aborts_what_is_prepared_and_tells_every_worker() -> None:
+def test_stop_brings_every_rank_to_the_same_boundary_before_it_stops_them() -> None:
     drive = preparing()
     actions = drive.feed(StopAsked(reason="SIGTERM"))
-    assert old_world_goes_on(drive, [a for a in actions if not isinstance(a, End)]) == "the job is ending"
-    assert len(sent(Stop, actions)) == 4
-    assert the(End, actions).outcome == "stopped"
+    assert old_world_goes_on(drive, actions) == "the job is ending"
+    assert [worker for worker, _ in sent(Where, actions)] == ["w0", "w1"]
+    assert "the job is ending" in the(Answer, drive.wish(workers=3)).reason
+    drive.progress(7, "w0")
+    arms = drive.progress(8, "w1")
+    assert [arm.step for _, arm in sent(Arm, arms)] == [10, 10]
+    late = drive.say("w1", Armed(generation=1, step=10, late=True, at_step=11))
+    assert len(sent(Cancel, late)) == 2
+    drive.progress(12, "w0")
+    assert [arm.step for _, arm in sent(Arm, drive.progress(11, "w1"))] == [16, 16]
+    drive.say("w0", Armed(generation=1, step=16, late=False, at_step=12))
+    drive.say("w1", Armed(generation=1, step=16, late=False, at_step=12))
+    drive.now += 0.1
+    assert len(sent(Where, drive.feed(Tick()))) == 2
+    assert not of(End, drive.progress(16, "w0"))
+    done = drive.progress(16, "w1")
+    assert [worker for worker, _ in sent(Stop, done)] == ["w0", "w1", "w2", "w3"]
+    assert the(End, done).outcome == "stopped"
     assert next_deadline(drive.state) is None
     assert not drive.feed(StopAsked(reason="SIGTERM"), Tick())
 
 
-EVENTS = st.sampled_from(["wish", "checked", "refused", "prepared", "failed", "progress", "armed", "late", "yes", "no"]
-                         + ["retired", "exit", "tick", "hello", "done"])  # fmt: skip
+def test_stop_does_not_wait_for_a_rank_that_hangs_or_has_ended() -> None:
+    drive = Drive().first_world()
+    drive.feed(StopAsked(reason="SIGTERM"))
+    drive.progress(7, "w0")
+    drive.now += drive.state.stop_patience_s
+    assert the(End, drive.feed(Tick())).outcome == "stopped"
+    for code in (0, -9):
+        other = Drive().first_world()
+        other.feed(StopAsked(reason="SIGTERM"))
+        assert the(End, other.feed(Exited(worker="w1", code=code))).outcome == "stopped"
+
+
+def test_stop_before_the_first_world_is_at_once() -> None:
+    drive = Drive()
+    drive.hello("w0")
+    assert the(End, drive.feed(StopAsked(reason="SIGTERM"))).outcome == "stopped"
+
+
+EVENTS = st.sampled_from(
+    [
+        "wish",
+        "checked",
+        "refused",
+        "prepared",
+        "failed",
+        "progress",
+        "armed",
+        "late",
+        "yes",
+        "no",
+        "retired",
+        "exit",
+        "tick",
+        "hello",
+        "done",
+        "stop",
+    ]
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -683,14 +789,19 @@ def test_whatever_happens_generations_grow_and_there_is_one_world(steps: list[tu
             "prepared": Said(worker=worker, message=Prepared(generation=generation, prepare_s=0.1)),
             "failed": Said(worker=worker, message=Failed(generation=generation, reason="x")),
             "progress": Said(worker=worker, message=Progress(generation=active, step=size)),
-            "armed": Said(worker=worker, message=Armed(generation=generation, step=step, late=False, at_step=1)),
-            "late": Said(worker=worker, message=Armed(generation=generation, step=step, late=True, at_step=1)),
+            "armed": Said(
+                worker=worker, message=Armed(generation=generation, step=step, late=False, at_step=1)
+            ),
+            "late": Said(
+                worker=worker, message=Armed(generation=generation, step=step, late=True, at_step=1)
+            ),
             "yes": Said(worker=worker, message=Switched(generation=generation, ok=True)),
             "no": Said(worker=worker, message=Switched(generation=generation, ok=False, reason="x")),
             "retired": Said(worker=worker, message=Retired(generation=active, leaves=True)),
             "exit": Exited(worker=f"w{2 + index}", code=1),
             "done": Exited(worker=worker, code=0),
             "hello": Said(worker=worker, message=Hello(worker=worker, pid=1, layout=None)),
+            "stop": StopAsked(reason="x") if index == 0 else Tick(),
             "tick": Tick(),
         }[what]
         drive.now += size

@@ -146,7 +146,9 @@ def test_nothing_is_forgotten_when_the_store_is_opened_again(tmp_path: Path, clo
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.booleans(), st.booleans()), min_size=1, max_size=20
+        st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=20,
     )
 )
 def test_the_store_agrees_with_a_dictionary(steps: list[tuple[str, int, bool, bool]]) -> None:

@@ -21,7 +21,9 @@ from liverun.messages import MAX_LINE_BYTES, Arm, Hello, Member, Message, Prepar
 
 SIZES = st.integers(1, 64)
 LAYOUTS = st.builds(Layout, tp=SIZES, pp=SIZES, vpp=SIZES, cp=SIZES, ep=SIZES, etp=SIZES)
-MEMBERS = st.builds(Member, worker=st.text(), host=st.text(), old_rank=st.none() | SIZES, rank=st.none() | SIZES)
+MEMBERS = st.builds(
+    Member, worker=st.text(), host=st.text(), old_rank=st.none() | SIZES, rank=st.none() | SIZES
+)
 
 
 def strategy(kind: type[Message]) -> st.SearchStrategy[Message]:
@@ -32,9 +34,17 @@ def strategy(kind: type[Message]) -> st.SearchStrategy[Message]:
         more["members"] = st.lists(MEMBERS).map(tuple)
     if kind is Progress:
         more["report"] = st.dictionaries(st.text(), st.floats(allow_nan=False))
-    plain = {"int": st.integers(0, 2**40), "str": st.text(), "bool": st.booleans(), "float": st.floats(0, 1e9)}
+    plain = {
+        "int": st.integers(0, 2**40),
+        "str": st.text(),
+        "bool": st.booleans(),
+        "float": st.floats(0, 1e9),
+    }
     plain |= {"str | None": st.none() | st.text(), "int | None": st.none() | st.integers()}
-    own = {field.name: more[field.name] if field.name in more else plain[str(field.type)] for field in fields(kind)}
+    own = {
+        field.name: more[field.name] if field.name in more else plain[str(field.type)]
+        for field in fields(kind)
+    }
     return st.builds(kind, **own)
 
 
@@ -68,7 +78,7 @@ def test_control_messages_survive_the_wire_and_are_not_workers_messages() -> Non
         assert Control.decode(message.encode()) == message
     assert not set(Control.types) & set(Message.types)
     for line in (b"\xff", b"[]", b'{"type": "Hello"}', b'{"type": "StopRequest", "x": 1}'):
-        with pytest.raises(ValueError, match="request|StopRequest"):
+        with pytest.raises(ValueError, match=r"request|StopRequest"):
             Control.decode(line)
 
 
@@ -120,7 +130,9 @@ HELLO = Hello(worker="w0", pid=1, layout=None)
         (b"x" * (MAX_LINE_BYTES + 10), "limit"),
     ],
 )
-def test_a_stranger_or_a_broken_worker_is_cut_off_and_named(tmp_path: Path, data: bytes, trouble: str) -> None:
+def test_a_stranger_or_a_broken_worker_is_cut_off_and_named(
+    tmp_path: Path, data: bytes, trouble: str
+) -> None:
     async def scene() -> None:
         behind = Behind()
         link = Link(tmp_path / "s", behind, uid=os.geteuid())
@@ -144,7 +156,9 @@ def test_workers_and_the_command_line_share_the_socket(tmp_path: Path) -> None:
         assert behind.heard == [("w0", HELLO)]
         link.send("w0", Arm(generation=2, step=3))
         assert Message.decode(await reader.readline()) == Arm(generation=2, step=3)
-        assert json.loads(await exchange(tmp_path / "s", StatusRequest().encode()))["reason"] == "StatusRequest"
+        assert (
+            json.loads(await exchange(tmp_path / "s", StatusRequest().encode()))["reason"] == "StatusRequest"
+        )
         await exchange(tmp_path / "s", HELLO.encode())  # a second w0
         assert "connected already" in behind.troubles[0]
         writer.close()

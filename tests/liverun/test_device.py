@@ -30,11 +30,14 @@ def test_nothing_is_replaced_where_cuda_exists():
     run("""
         import torch
         torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: 4
+        import os
+        os.environ["LIVERUN_SLOT"] = "6"
         before = {name: id(value) for name, value in vars(torch.cuda).items()}
         zeros, to, type_ = torch.zeros, torch.Tensor.to, torch.Tensor.type
         from liverun.device import backend, install
         device = install()
-        assert device == torch.device("cuda")
+        assert device == torch.device("cuda", 2), "a worker's device follows from its slot, not from its rank"
         assert {name: id(value) for name, value in vars(torch.cuda).items()} == before
         assert (torch.zeros, torch.Tensor.to, torch.Tensor.type) == (zeros, to, type_)
         assert not torch.cuda._initialized
@@ -149,6 +152,19 @@ def test_seeding_cuda_seeds_the_stream_dropout_uses():
         first = torch.rand(4)
         torch.cuda.set_rng_state(state)
         assert torch.equal(first, torch.rand(4))
+    """)
+
+
+@needs_no_cuda
+def test_a_fork_of_a_process_that_looked_for_a_device_is_no_harm():
+    """A torch built with CUDA calls every such fork bad, and would refuse to seed in it."""
+    run("""
+        import torch
+        torch.cuda._is_in_bad_fork = lambda: True
+        from liverun.device import install
+        install()
+        torch.cuda.manual_seed(3)
+        assert torch.equal(torch.cuda.get_rng_state(), torch.get_rng_state())
     """)
 
 

@@ -1,0 +1,103 @@
+"""A clean end: every rank stops before the same step, so that none is left waiting for the others. Pure.
+
+1. Where -> every rank; the answers give a step a little ahead.
+2. Arm(step) -> every rank; one that answers *late* makes it a later step, as in a resize.
+3. Where again until every rank says that it is at the boundary before that step, and waits there.
+4. Stop -> everyone. A job that takes longer than its patience gets the Stop at once, wherever it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from launcher.model import Answer, End, Phase, Stopping
+from launcher.turn import Turn
+from liverun.messages import Arm, Armed, Cancel, Stop, Where
+
+POLL_S = 0.05
+MAX_MARGIN = 64
+
+
+def begin(turn: Turn, reason: str) -> None:
+    """Start to stop. What is under way has been aborted; a switch under way is not waited for."""
+    state = turn.state
+    for wish in (state.queued, state.proposal.wish if state.proposal else None):
+        if wish is not None:
+            turn.do(Answer(wish=wish.id, ok=False, outcome="failed", reason="the job is ending"))
+    turn.set(queued=None)
+    together = state.world is not None and state.proposal is None and not state.done_ranks
+    turn.set(stopping=Stopping(reason=reason, deadline=turn.now + state.stop_patience_s, poll_at=turn.now))
+    if together:
+        turn.set(reason=f"{reason}: the ranks stop before the same step")
+        ask(turn)
+    else:
+        finish(turn)
+
+
+def ask(turn: Turn) -> None:
+    """Ask every rank where it is, and ask again a little later."""
+    stopping, world = turn.state.stopping, turn.state.world
+    assert stopping is not None
+    assert world is not None
+    turn.set(stopping=replace(stopping, poll_at=turn.now + POLL_S))
+    for worker in world.ranks:
+        turn.send(worker, Where())
+
+
+def progressed(turn: Turn, worker: str, step: int) -> None:
+    """Note where a rank is: arm once all have said, stop once all wait."""
+    stopping, world = turn.state.stopping, turn.state.world
+    assert stopping is not None
+    assert world is not None
+    stopping = replace(stopping, seen={**stopping.seen, worker: step})
+    turn.set(stopping=stopping)
+    if set(stopping.seen) < set(world.ranks):
+        return
+    if stopping.step is None:
+        step = max(stopping.seen.values()) + stopping.margin
+        turn.set(stopping=replace(stopping, step=step, armed=frozenset()))
+        for name in world.ranks:
+            turn.send(name, Arm(generation=world.generation, step=step))
+    elif stopping.armed >= set(world.ranks) and all(at == stopping.step for at in stopping.seen.values()):
+        finish(turn)
+
+
+def armed(turn: Turn, worker: str, message: Armed) -> None:
+    """Note that a rank will wait, or is past the step."""
+    stopping, world = turn.state.stopping, turn.state.world
+    assert stopping is not None
+    assert world is not None
+    if message.generation != world.generation or message.step != stopping.step:
+        return
+    if not message.late:
+        turn.set(stopping=replace(stopping, armed=stopping.armed | {worker}))
+        return
+    for name in world.ranks:
+        turn.send(name, Cancel(generation=world.generation, step=message.step))
+    margin = min(stopping.margin * 2, MAX_MARGIN)
+    turn.set(stopping=replace(stopping, step=None, seen={}, armed=frozenset(), margin=margin))
+    ask(turn)
+
+
+def settle(turn: Turn) -> None:
+    """Do what has become due."""
+    stopping = turn.state.stopping
+    if stopping is None:
+        return
+    if turn.now >= stopping.deadline:
+        finish(turn)
+    elif turn.now >= stopping.poll_at:
+        ask(turn)
+
+
+def finish(turn: Turn) -> None:
+    """Tell everyone to stop now."""
+    stopping = turn.state.stopping
+    assert stopping is not None
+    proposal = turn.state.proposal
+    assert proposal is None or turn.state.world is None or proposal.phase is Phase.SWITCHING
+    turn.set(phase="ending", proposal=None, stopping=None)
+    for worker in turn.state.workers:
+        turn.send(worker, Stop(reason=stopping.reason))
+    turn.record("stopped", stopping.reason, step=stopping.step)
+    turn.do(End(outcome="stopped", reason=stopping.reason))

@@ -1,0 +1,180 @@
+"""Runs examples/gpt/train.py as it is, and writes down what happens around every change of world.
+
+    probe.py OUT [train.py's arguments]
+
+Into ``OUT``: ``changes.jsonl`` (evaluation loss, small state and resources of every rank just before and just after
+each change), ``state/<generation>/<before|after>/<rank>.pt`` (``--dump-state`` in ``PROBE``: raw state for the
+oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of options:
+
+``dump_state``    write raw state around every change
+``evaluate``      evaluate a fixed batch around every change
+``save``          save and reload with Megatron's own checkpoint after every change
+``steps_per_change`` slow steps down while fewer than ``step / steps_per_change`` changes have been seen, so that a
+                  run of few steps holds many changes whatever the machine's speed
+``hang_in_build`` a generation in whose build this worker stops for good, if it joins
+``announce``      touch this file when a joiner builds
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "examples" / "gpt"), str(ROOT / "tests" / "resharding")]
+
+import checkpoint  # noqa: E402
+import oracle  # noqa: E402
+import torch  # noqa: E402
+import train  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+import liverun  # noqa: E402
+from liverun import fence  # noqa: E402
+
+OPTIONS = json.loads(os.environ.get("PROBE", "{}"))
+OUT = Path(sys.argv.pop(1))
+
+
+class Probe:
+    """Hooks around the changes of one worker's life."""
+
+    def __init__(self, job, args, valid):
+        self.job, self.args, self.valid = job, args, valid
+        self.num_changes = 0
+        job.before_change(lambda world: self.look("before", world))
+        job.after_change(lambda world: self.look("after", world))
+
+    def look(self, when, world):
+        if when == "after":
+            self.num_changes = world.generation - 1
+        record = {
+            "when": when,
+            "generation": world.generation,
+            "rank": world.rank,
+            "world_size": world.world_size,
+            "layout": str(world.layout),
+            "pid": os.getpid(),
+            "small": self.small_state(),
+        }
+        if OPTIONS.get("evaluate"):
+            record["eval_loss"] = train.evaluate(self.args, self.job.training.model, self.valid, self.as_step(world))
+        if OPTIONS.get("dump_state"):
+            folder = OUT / "state" / f"{world.generation}" / when
+            folder.mkdir(parents=True, exist_ok=True)
+            oracle.dump_rank(
+                self.job.training.model, self.job.training.optimizer, folder / f"{world.rank}.pt",
+                {
+                    "tp": parallel_state.get_tensor_model_parallel_rank(),
+                    "pp": parallel_state.get_pipeline_model_parallel_rank(),
+                    "dp": parallel_state.get_data_parallel_rank(),
+                },
+            )
+        if OPTIONS.get("save") and when == "after":
+            self.save_and_reload(world)
+        train.append_line(OUT / "changes.jsonl", record)
+
+    def small_state(self):
+        training = self.job.training
+        return {
+            "step": self.job.next_step,
+            "consumed_samples": self.job.consumed_samples,
+            "scheduler": training.scheduler.state_dict(),
+            "groups": sorted(
+                [group["lr"], group["weight_decay"], group.get("wd_mult"), group.get("lr_mult")]
+                for group in training.optimizer.param_groups
+            ),
+        }
+
+    def as_step(self, world):
+        """Enough of a Step for train.evaluate()."""
+        probe = type("AsStep", (), {})()
+        probe.world, probe.num_microbatches = world, self.job.num_microbatches
+        return probe
+
+    def save_and_reload(self, world):
+        """Save with Megatron, spoil every weight, load, and see that everything is back."""
+        training, folder = self.job.training, OUT / "checkpoints" / f"{world.generation}"
+        kept = [param.detach().clone() for chunk in training.model for param in chunk.parameters()]
+        moments = [
+            {key: value.clone() for key, value in state.items()} for state in self.adam_states()
+        ]
+        checkpoint.save(self.args, str(folder), self.job.next_step, training)
+        with torch.no_grad():
+            for chunk in training.model:
+                for param in chunk.parameters():
+                    param.fill_(0.5)
+            for state in self.adam_states():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name].fill_(0.25)
+        assert checkpoint.load(self.args, str(folder), training) == self.job.next_step
+        params = [param for chunk in training.model for param in chunk.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(kept, params, strict=True)), "weights differ after a reload"
+        for before, after in zip(moments, self.adam_states(), strict=True):
+            assert all(torch.equal(before[key], after[key]) for key in before), "optimizer differs after a reload"
+        train.append_line(OUT / "reloads.jsonl", {"generation": world.generation, "rank": world.rank})
+
+    def adam_states(self):
+        optimizer = self.job.training.optimizer
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            yield from part.optimizer.state.values()
+
+    def resources(self):
+        """What a change of world must not leave behind."""
+        gc.collect()
+        return {
+            "groups": len(fence.registered_groups()),
+            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "python_threads": sorted(thread.name for thread in threading.enumerate()),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+            "tensors": sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()),
+        }
+
+
+def main():
+    probes = []
+    opened = []
+    real_join, real_open = liverun.join, train.open_datasets
+
+    def open_datasets(*args):
+        opened[:] = real_open(*args)
+        return opened
+
+    def join(build, **options):
+        def watched_build(world):
+            if world.generation == OPTIONS.get("hang_in_build") and not probes:
+                Path(OPTIONS["announce"]).write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return build(world)
+
+        job = real_join(watched_build, **options)
+        probes.append(Probe(job, train.parse_arguments(), opened[1]))
+        train.append_line(OUT / "pids.jsonl", {"pid": os.getpid(), "rank": job.world.rank})
+        if job.world.generation > 1:
+            probes[0].look("after", job.world)  # it joined before there was a hook to call
+        return job
+
+    real_train_step = train.train_step
+
+    def train_step(*arguments):
+        step = arguments[-1]
+        probe, pace = probes[0], OPTIONS.get("steps_per_change")
+        if pace and probe.num_changes < step.index / pace:
+            time.sleep(1.0)
+        if OPTIONS.get("resources"):
+            train.append_line(
+                OUT / "resources.jsonl",
+                {"step": step.index, "generation": step.world.generation, "pid": os.getpid(), **probe.resources()},
+            )
+        return real_train_step(*arguments)
+
+    liverun.join, train.open_datasets, train.train_step = join, open_datasets, train_step
+    train.main()
+
+
+if __name__ == "__main__":
+    main()
