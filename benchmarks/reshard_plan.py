@@ -135,10 +135,9 @@ def listing(model: Llama, world: World, rank: int, bucket: int | None) -> Listin
 def change(model: Llama, old: World, new: World, *, kept: bool) -> tuple[list[Listing], list[Listing], list[str]]:
     """Return the listings before and after, by rank of the old world, and hosts."""
     before = [listing(model, old, rank, bucket_of(old)) for rank in range(old.size)]
+    staying = [rank for rank in range(old.size) if rank < new.size or kept]
     if kept:
-        staying = [rank for rank in range(old.size) if old.place(rank)[1] < new.dp]
-    else:
-        staying = list(range(new.size))
+        staying = [rank for rank in staying if old.place(rank)[1] < new.dp]
     after = [Listing(())] * old.size
     for rank, member in enumerate(staying):
         after[member] = listing(model, new, rank, bucket_of(new))
@@ -156,29 +155,28 @@ def bucket_of(world: World) -> int:
 def record(before: Sequence[Listing], after: Sequence[Listing]) -> list[list[bytes]]:
     """Return what every rank says in each gather of ``exchange``."""
     said: list[list[bytes]] = []
+    for _ in range(2):
+        said.append([_said_next(said, rank, sides) for rank, sides in enumerate(zip(before, after, strict=True))])
+    return said
+
+
+def _said_next(answers: Sequence[list[bytes]], rank: int, sides: Sequence[Listing]) -> bytes:
+    """Return what a rank says after it has got ``answers`` to what it said before."""
+    left = list(answers)
 
     class Said(Exception):  # noqa: N818 - no error
         pass
 
-    for turn in range(2):
-        mine: list[bytes] = []
-        for rank, sides in enumerate(zip(before, after, strict=True)):
-            calls = 0
+    def gather(payload: bytes) -> list[bytes]:
+        if left:
+            return left.pop(0)
+        raise Said(payload)
 
-            def gather(payload: bytes) -> list[bytes]:
-                nonlocal calls
-                calls += 1
-                if calls > turn:
-                    mine.append(payload)
-                    raise Said
-                return said[0]
-
-            try:
-                exchange(gather, rank, *sides)
-            except Said:
-                continue
-        said.append(mine)
-    return said
+    try:
+        exchange(gather, rank, *sides)
+    except Said as stop:
+        return bytes(stop.args[0])
+    raise AssertionError("exchange ended early")
 
 
 def measure_rank(folder: Path, rank: int, case: dict[str, int]) -> None:
@@ -263,7 +261,9 @@ def _ranges(of: Listing) -> dict[tuple[object, ...], list[tuple[int, int]]]:
     return found
 
 
-def balance(before: Sequence[Listing], after: Sequence[Listing], hosts: Sequence[str], old: World) -> dict[str, float]:
+def balance(
+    before: Sequence[Listing], after: Sequence[Listing], hosts: Sequence[str], old: World
+) -> dict[str, float]:
     """Compare the busiest sender with a bound that no assignment can be below."""
     plans = plan_all(before, after, hosts)
     totals = totals_of(plans, hosts)
@@ -277,7 +277,7 @@ def balance(before: Sequence[Listing], after: Sequence[Listing], hosts: Sequence
             if send.cut.piece >= before[plan.rank].entries[0][0].num_boxes(0):
                 forced[plan.rank] += send.nbytes
             assert index == old.place(plan.rank)[1]
-    bound = max(max(forced), *(math.ceil(total / old.tp / old.dp) for total in stage))
+    bound = max(*forced, *(math.ceil(total / old.tp / old.dp) for total in stage))
     least = least_bytes(before, after)
     return {
         "bytes_moved": totals.bytes_moved, "least_bytes": least, "ratio": totals.bytes_moved / max(1, least),

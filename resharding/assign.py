@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from resharding.boxes import DTYPE_SIZES_BYTES, Shape, overlap, subtract
 from resharding.listing import Block, Listing, Tensor
-from resharding.ranges import Bools, Ints, add_up, cut_ranges, expand, group_rows, matches, measure
+from resharding.ranges import Bools, BoxRows, Ints, add_up, cut_ranges, expand, group_rows, matches, measure
 
 GRAIN_BYTES = 64 * 1024
 """Slices up to this size are not cut between replicas, larger ones at multiples of whole rows up to this size."""
@@ -105,7 +105,7 @@ def assign(
     held, needed = _Side(old, table), _Side(new, table)
     items: list[Item] = []
     if table.units:
-        items.extend(_Matcher(table, held, needed, hosts, only, before).items())
+        items.extend(_Matcher(table, held, needed, hosts=hosts, only=only, before=before).items())
     mine = {rank: held.pieces_of(rank) for rank in only}
     return Assignment(items, mine)
 
@@ -375,6 +375,7 @@ class _Matcher:
         table: _Units,
         held: _Side,
         needed: _Side,
+        *,
         hosts: Sequence[str],
         only: Sequence[int],
         before: dict[str, Tensor],
@@ -420,10 +421,8 @@ class _Matcher:
         open_ = np.flatnonzero((sums != everything)[cells.unit])  # boxes of the others tile their tensor
         if not len(open_):
             return cells
-        one, other, _, _ = matches(
-            cells.unit[open_], cells.offset[open_], cells.size[open_],
-            cells.unit[open_], cells.offset[open_], cells.size[open_], num_units,
-        )  # fmt: skip
+        boxes_open = BoxRows(cells.unit[open_], cells.offset[open_], cells.size[open_])
+        one, other, _, _ = matches(boxes_open, boxes_open, num_units)
         keep = np.ones(len(cells.unit), dtype=bool)
         new: list[tuple[int, Shape, Shape, int]] = []
         for cluster in _clusters(open_[one[one < other]], open_[other[one < other]]):
@@ -467,12 +466,12 @@ class _Matcher:
         real = np.maximum(np.minimum(offset + size, self._extent[unit]) - offset, 0)
         yield from self._fills((real != size).any(axis=1)[group], real[group])
         exists = np.flatnonzero(real.min(axis=1) > 0)
-        target, cell, start, length = matches(
-            unit[exists], offset[exists], real[exists], cells.unit, cells.offset, cells.size,
-            len(self._table.units),
-        )  # fmt: skip
-        self._check_covered(unit[exists], offset[exists], real[exists], target, start, length)
-        needs = self._needs(group, len(first), exists[target], cells.holders[cell], start, length)
+        wanted = BoxRows(unit[exists], offset[exists], real[exists])
+        held = BoxRows(cells.unit, cells.offset, cells.size)
+        target, cell, start, length = matches(wanted, held, len(self._table.units))
+        slices = BoxRows(wanted.unit[target], start, length)
+        self._check_covered(wanted, target, slices)
+        needs = self._needs(group, exists[target], cells.holders[cell], slices)
         local = self._sets.matrix()[needs.holders, needs.rank]
         mine = needs.take(local & self._only[needs.rank])
         yield from self._emit(mine, mine.rank, mine.offset, mine.size)
@@ -495,21 +494,18 @@ class _Matcher:
                 for offset, shape in padding:
                     yield Item(unit, -1, rank, piece, offset, shape)
 
-    def _check_covered(
-        self, unit: Ints, offset: Ints, size: Ints, target: Ints, start: Ints, length: Ints
-    ) -> None:
-        """Raise ``Unplannable`` unless each target's slices cover it, each element once."""
-        wanted = measure(unit, offset, size)
-        found = add_up(target, measure(unit[target], start, length), len(unit))
-        bad = np.flatnonzero(wanted != found)
+    def _check_covered(self, wanted: BoxRows, target: Ints, slices: BoxRows) -> None:
+        """Raise ``Unplannable`` unless the slices, each of its ``target``, cover each target exactly once."""
+        found = add_up(target, measure(*slices), len(wanted.unit))
+        bad = np.flatnonzero(measure(*wanted) != found)
         if not len(bad):
             return
         which = int(bad[0])
-        tensor = self._table.units[int(unit[which])][0]
+        tensor = self._table.units[int(wanted.unit[which])][0]
         ndim = len(tensor.global_shape)
-        missing = [(tuple(offset[which].tolist()), tuple(size[which].tolist()))]
+        missing = [(tuple(wanted.offset[which].tolist()), tuple(wanted.size[which].tolist()))]
         for row in np.flatnonzero(target == which).tolist():
-            hole = (tuple(start[row].tolist()), tuple(length[row].tolist()))
+            hole = (tuple(slices.offset[row].tolist()), tuple(slices.size[row].tolist()))
             missing = _without(missing, hole)
         assert missing, f"{tensor.key}: cells overlap"
         at, shape = missing[0][0][:ndim], missing[0][1][:ndim]
@@ -517,10 +513,9 @@ class _Matcher:
             f"{tensor.key}: no rank of the old world holds the elements at {at} of shape {shape}"
         )
 
-    def _needs(
-        self, group: Ints, num_groups: int, target: Ints, holders: Ints, start: Ints, length: Ints
-    ) -> _Needs:
+    def _needs(self, group: Ints, target: Ints, holders: Ints, slices: BoxRows) -> _Needs:
         """Give every slice of a distinct target box to every piece that is that box, on every rank."""
+        num_groups = int(group.max(initial=-1)) + 1
         order = np.argsort(group, kind="stable")
         begin = np.searchsorted(group[order], np.arange(num_groups + 1))
         pair, number = expand((begin[1:] - begin[:-1])[target])
@@ -534,7 +529,7 @@ class _Matcher:
         at = starts[place[inner]] + number
         row, pair = row[inner], pair[inner]
         return _Needs(
-            self._needed.unit[row], start[pair], length[pair], holders[pair], ranks[at], row, positions[at]
+            slices.unit[pair], slices.offset[pair], slices.size[pair], holders[pair], ranks[at], row, positions[at]
         )
 
     # --- loads ---

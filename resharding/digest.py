@@ -39,7 +39,7 @@ def digest(data: torch.Tensor) -> int:
     tail = data[num_words * _WORD_BYTES :]
     if tail.numel():
         total = total * _FACTOR + int.from_bytes(bytes(tail.tolist()), "little")
-    return total % 2**64
+    return int(total % 2**64)
 
 
 def bound(value: int, key: str, place: tuple[object, ...]) -> int:

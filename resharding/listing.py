@@ -109,9 +109,7 @@ class Block:
     @functools.cached_property
     def text(self) -> bytes:
         """The block as compressed JSON, for ``read_block``."""
-        names: list[list[Any]] = []
-        for unit in self.units:
-            names.append([[t.key, t.dtype, t.global_shape, t.padded] for t in unit])
+        names = [[[t.key, t.dtype, t.global_shape, t.padded] for t in unit] for unit in self.units]
         parts = {
             "version": 1, "units": names, "table": self.table, "buckets": self.buckets, "places": self.places,
             "shards": self.num_shards,

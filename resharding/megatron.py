@@ -32,7 +32,7 @@ from megatron.core.optimizer.optimizer import (
     param_group_identifier_keys,
 )
 
-from resharding.boxes import Box, Holding, Piece, Shape, flat_range_boxes
+from resharding.boxes import DTYPE_SIZES_BYTES, Box, Holding, Piece, Shape, flat_range_boxes
 from resharding.limits import misfit
 from resharding.listing import Block, Tensor
 
@@ -247,6 +247,8 @@ class _Part:
         whole = ((0,) * self.prepended + start, (1,) * self.prepended + shape)
         offset = tuple(o + s for o, s in zip(self.offset, whole[0], strict=True))
         name = str(dtype).removeprefix("torch.")
+        if name not in DTYPE_SIZES_BYTES:
+            raise Unsupported(f"{kind}/{self.key} is kept as {name}, which cannot be moved yet")
         return Box(f"{kind}/{self.key}", name, self.global_shape, offset, whole[1], self.padded)
 
     def accessor(
@@ -336,7 +338,8 @@ def _parts_of(name: str, entry: Any, owners: _Owners) -> Iterator[_Part]:
         case ShardedObject(data=data):
             if not _is_empty(data):
                 raise Unsupported(
-                    f"{name} is an object of type {type(data).__name__}, which has no place in a tensor"
+                    f"{name} is an object of type {type(data).__name__}, which has no place in a tensor: "
+                    "it belongs to one rank of one layout and cannot be split (such as the scales of FP8)"
                 )
         case LocalNonpersistentObject() | None:
             pass

@@ -6,7 +6,7 @@ stand at the end, with offset 0 and size 1.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,17 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint64]
+
+class BoxRows(NamedTuple):
+    """Boxes as columns."""
+
+    unit: Ints
+    """what each is a box of, ``(n,)``; only boxes of one unit overlap"""
+    offset: Ints
+    """``(n, D)``"""
+    size: Ints
+    """``(n, D)``"""
+
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -25,7 +36,7 @@ def cut_ranges(shape: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
     ``shape`` is ``(n, D)``, ``start`` and ``stop`` are ``(n,)``. Returns ``(row, offset, size)``: the row each
     box belongs to, ``(m,)``, and the boxes, ``(m, D)``, row by row and in flat order within a row.
     """
-    num_rows, num_axes = shape.shape
+    num_axes = shape.shape[1]
     rows: list[Ints] = []
     offsets: list[Ints] = []
     sizes: list[Ints] = []
@@ -141,14 +152,14 @@ def group_rows(*columns: Ints) -> tuple[Ints, Ints]:
     return order[differs], group
 
 
-def matches(
-    unit: Ints, offset: Ints, size: Ints, other_unit: Ints, other_offset: Ints, other_size: Ints, num_units: int
-) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return every overlap of a box of the first list with one of the second, within one unit.
+def matches(one: BoxRows, other: BoxRows, num_units: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return every overlap of a box of ``one`` with one of ``other``, within one unit of ``num_units``.
 
     Gives ``(index, other_index, offset, size)``, ordered by index and then by where the other box starts. Boxes
-    of the second list are looked up by their position on the axis along which their unit is cut most often.
+    of ``other`` are looked up by their position on the axis along which their unit is cut most often.
     """
+    unit, offset, size = one
+    other_unit, other_offset, other_size = other
     num_axes = offset.shape[1]
     if not len(unit) or not len(other_unit):
         none = np.zeros(0, dtype=np.int64)
@@ -168,15 +179,15 @@ def matches(
     first = np.searchsorted(keys, unit * width + np.maximum(low - longest[unit] + 1, 0))
     last = np.searchsorted(keys, unit * width + high)
     index, number = expand(last - first)
-    other = ordered[first[index] + number]
+    found = ordered[first[index] + number]
     keep = np.ones(len(index), dtype=bool)
     for axis in range(num_axes):
-        a, b = offset[index, axis], other_offset[other, axis]
-        keep &= (a < b + other_size[other, axis]) & (b < a + size[index, axis])
-    index, other = index[keep], other[keep]
-    start = np.maximum(offset[index], other_offset[other])
-    stop = np.minimum(offset[index] + size[index], other_offset[other] + other_size[other])
-    return index, other, start, stop - start
+        a, b = offset[index, axis], other_offset[found, axis]
+        keep &= (a < b + other_size[found, axis]) & (b < a + size[index, axis])
+    index, found = index[keep], found[keep]
+    start = np.maximum(offset[index], other_offset[found])
+    stop = np.minimum(offset[index] + size[index], other_offset[found] + other_size[found])
+    return index, found, start, stop - start
 
 
 def _most_cut_axis(unit: Ints, offset: Ints, num_units: int) -> Ints:

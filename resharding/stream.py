@@ -15,8 +15,8 @@ since all they wait for lies in lower slots. Within a slot, operations are poste
 rank, so this also holds for a transport that runs them strictly one after the other.
 
 With ``keep=False`` layers move one after the other, in the plan's order and on all ranks alike: slots are
-``(layer, k, (t - s) mod N)``, all of a layer have ended on a rank before it begins with the next, and then the layer's
-sources are given back.
+``(layer, k, (t - s) mod N)``, all of a layer have ended on a rank before it begins with the next, and then the
+layer's sources are given back.
 
 With ``verify``, the digest of everything sent is taken as it is sent, and of everything received as it then lies in
 the state; in slots after all others the senders' digests follow, and each receiver compares.
@@ -180,15 +180,16 @@ def execute(
     skip staging. ``verify``, also the same on every rank, compares what arrived with what was sent: all of it, a
     sample of one slice in ``SAMPLE``, or nothing.
 
-    Without ``keep``, the same on every rank once more, layers move one by one: ``claim`` is called with the index of a
-    target piece before its layer is written, ``release`` with that of a source piece once its last reader on any rank
-    is done. If storage is given back there (see ``pages.PageReturner``), a rank never holds more than the larger of its
-    two states, the largest layer and the staging, and there is no way back from the first release on.
+    Without ``keep``, the same on every rank once more, layers move one by one, in an order that suits all ranks
+    (see ``order``): ``claim`` is called with the index of a target piece before its layer is written, ``release``
+    with that of a source piece once its last reader, here or elsewhere, has it. If storage is given back there (see
+    ``pages.PageReturner``), a rank holds no more than the larger of its two states, the largest layer and the
+    staging; and from the first release on there is no way back.
 
     Raises ``ValueError`` for less staging than 64 bytes, and before anything moves ``NotCovered`` if the plan does
     not write each element of ``target`` exactly once; ``Damaged`` after everything has moved; and whatever the
-    transport raises. The target is then undefined and the source untouched. Transfers posted before stay posted, so the transport's group has
-    to be given up.
+    transport raises. The target is then undefined, and the source untouched but for what was released. Transfers
+    posted before stay posted, so the transport's group has to be given up.
     """
     chunk_bytes = staging_bytes // NUM_BUFFERS // ALIGN_BYTES * ALIGN_BYTES
     if chunk_bytes < ALIGN_BYTES:
@@ -199,7 +200,9 @@ def execute(
     local_s = 0.0
     layers = _Layers(plan, keep=keep)
     with torch.no_grad():
-        wire = _Wire(plan, source, target, transport, chunk_bytes, checks, layers)
+        wire = _Wire(
+            plan, source, target, transport, chunk_bytes=chunk_bytes, checks=checks, layers=layers
+        )
         for layer in layers.order:
             copying = time.perf_counter()
             if claim is not None:
@@ -345,6 +348,7 @@ class _Wire:
         source: Holding,
         target: Holding,
         transport: Transport,
+        *,
         chunk_bytes: int,
         checks: _Checks,
         layers: _Layers,

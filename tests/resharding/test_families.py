@@ -243,5 +243,5 @@ def test_experts_whose_parts_share_an_optimizer_are_refused() -> None:
     assert megatron.misfit_of(ranks[0].chunks, {**sizes, "ep": 2}) is None
     listings = [listing_of(rank.holding) for rank in ranks]
     whole = _listings("experts", Split(dp=4))
-    with pytest.raises(Unplannable, match="experts.*no rank of the old world holds"):
+    with pytest.raises(Unplannable, match=r"experts.*no rank of the old world holds"):
         plan_all(listings, whole, ["a"] * 4)

@@ -10,7 +10,7 @@ import pytest
 
 from resharding.boxes import Box, Holding, Piece, flat_range_boxes
 from resharding.listing import Block, Listing, Tensor, exchange, listing_of, read_block
-from resharding.ranges import add_up, cut_ranges, matches, measure
+from resharding.ranges import BoxRows, add_up, cut_ranges, matches, measure
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
@@ -66,7 +66,7 @@ def test_matches_are_all_overlaps_and_no_more(seed):
         return made[:, 0], made[:, 1:3], made[:, 3:5] % 4 + 1
 
     one, other = some(), some()
-    index, other_index, offset, size = matches(*one, *other, 3)
+    index, other_index, offset, size = matches(BoxRows(*one), BoxRows(*other), 3)
     found = {
         (i, j, tuple(o), tuple(n))
         for i, j, o, n in zip(index.tolist(), other_index.tolist(), offset.tolist(), size.tolist(), strict=True)

@@ -18,10 +18,10 @@ from memory_rank import CASES
 
 from resharding.assign import layer_of
 from resharding.boxes import Box, Holding, Piece
+from resharding.listing import Listing
 from resharding.order import order_of_layers
 from resharding.pages import PageReturner
 from resharding.plan import plan_all, plan_for
-from resharding.listing import Listing
 
 SLACK = 16 << 20
 
@@ -123,7 +123,7 @@ def test_stages_cut_anew_and_given_to_any_ranks_stay_within_one_layer(seed: int)
 def test_layers_are_claimed_and_released_one_by_one_on_all_ranks_alike() -> None:
     old, new = _stages(range(3), range(3, 6)), _stages(range(3, 6), range(3))
     sources, targets = (
-        [Holding.of([Piece(box, lambda t=torch.zeros(9) + i: t) for i, box in enumerate(side)]) for side in world]
+        [Holding.of([_numbered(box, i) for i, box in enumerate(side)]) for side in world]
         for world in (old, new)
     )
     plans = plan_all(old, new, ["a", "a"])
@@ -141,6 +141,11 @@ def test_layers_are_claimed_and_released_one_by_one_on_all_ranks_alike() -> None
         assert held <= 4
     for holding in targets:
         assert [piece.view()[0].item() for piece in holding.pieces] == [0, 1, 2]
+
+
+def _numbered(box: Box, number: int) -> Piece:
+    live = torch.full(box.shape, float(number))
+    return Piece(box, lambda: live)
 
 
 def stream_one(plan, source, target, network, rank, events):
