@@ -585,15 +585,12 @@ class _Matcher:
         layer = self._table.layer[needs.unit]
         by_layer = np.argsort(layer, kind="stable")
         begins = np.flatnonzero(np.diff(layer[by_layer], prepend=-1))
-        for turn, rows in enumerate(np.split(by_layer, begins[1:])):
+        for rows in np.split(by_layer, begins[1:]):
             done += int(nbytes[rows].sum())
-            turned = np.roll(np.arange(len(members)), -turn)
-            want = np.maximum(quota * (done / total) - given, 0)[turned]
+            want = np.maximum(quota * (done / total) - given, 0)  # what was rounded before is made good
             bounds = _cut_points(want, nbytes[rows], per_element[rows], needs.size[rows])
-            given[turned] += np.diff(bounds)
-            yield from self._emit_cut(
-                needs.take(rows), nbytes[rows], per_element[rows], bounds, members[turned]
-            )
+            given += np.diff(bounds)
+            yield from self._emit_cut(needs.take(rows), nbytes[rows], per_element[rows], bounds, members)
         loads[members] += given
 
     def _emit_cut(

@@ -166,6 +166,16 @@ def test_a_block_changed_on_the_way_is_refused():
     assert all(isinstance(error, ValueError) for error in _exchanged([(Listing(((block, 0),)),)] * 2))
 
 
+def test_another_block_in_place_of_the_one_announced_is_refused():
+    blocks = [Block.explicit([Box(f"w/{letter}", "uint8", (5,), (0,), (5,))]) for letter in "abcdefgh"]
+    block = blocks[0]
+    other = next(one for one in blocks[1:] if len(one.text) == len(block.text))
+    block.digest  # noqa: B018 - remembered
+    block.__dict__["text"] = other.text
+    errors = _exchanged([(Listing(((block, 0),)),), (Listing(()),)])
+    assert ["rank 0 did not arrive as it was announced" in str(error) for error in errors] == [True, True]
+
+
 def test_a_shard_that_does_not_exist_is_refused():
     errors = _exchanged([(Listing(((_flat(), 4),)),), (Listing(()),)])
     assert ["shard 4 of 4" in str(error) for error in errors] == [True, True]

@@ -44,6 +44,14 @@ def test_a_digest_sees_what_changed_places():
     words = data.clone().view(torch.int64)
     words[[3, 9]] = words[[9, 3]]
     assert digest(words.view(torch.uint8)) != value
+    short = data[:77].clone()
+    value = digest(short)
+    for one, other in ((0, 8), (8, 32), (72, 76)):
+        swapped = short.clone()
+        swapped[one : one + 1], swapped[other : other + 1] = short[other : other + 1], short[one : one + 1]
+        assert torch.equal(swapped, short) or digest(swapped) != value
+    swapped = torch.cat([short[8:16], short[:8], short[16:]])
+    assert digest(swapped) != value
     assert digest(torch.zeros(8, dtype=torch.uint8)) != digest(torch.zeros(16, dtype=torch.uint8))
     assert len({bound(value, key, (at,)) for key in "ab" for at in (0, 1)}) == 4
 
