@@ -262,7 +262,9 @@ def count_votes(turn: Turn) -> None:
     noes = [worker for worker, vote in votes.items() if not vote.ok]
     yeses = [worker for worker, vote in votes.items() if vote.ok]
     if not yeses and turn.state.world is not None:
-        why = f"{turn.name(noes[0])}: {votes[noes[0]].reason}" if noes else "no worker is left to vote"
+        # the root cause first would be better, but only the reader can tell it from what followed
+        why = "; ".join(f"{turn.name(worker)}: {votes[worker].reason}" for worker in noes)
+        why = why or "no worker is left to vote"
         lost = (
             f"; {', '.join(map(turn.name, sorted(proposal.lost)))} ended while switching"
             if proposal.lost

@@ -417,7 +417,7 @@ class _Worker:
         # nobody closes the bridge while somebody still reads its vote; a peer that is gone has nothing left to read
         with contextlib.suppress(RuntimeError):
             prepared.bridge.default_pg.barrier().wait()
-        fence.destroy(prepared.bridge.groups)
+        prepared.give_up_bridge()
         if old is not None:
             megatron.let_go(old.training.model)
             fence.destroy(old.globals.groups)

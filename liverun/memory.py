@@ -9,9 +9,18 @@ _RESET_HIGH_WATER = "5"
 
 
 def status_bytes(field: str) -> int:
-    """Return a field of ``/proc/self/status`` such as ``VmRSS`` or ``VmHWM`` in bytes; 0 where there is none."""
+    """Return a field of this process such as ``VmRSS`` or ``VmHWM`` in bytes; 0 where there is none."""
+    return _field_bytes(Path("/proc/self/status"), field)
+
+
+def available_bytes() -> int:
+    """Return what the machine can still give without swapping, in bytes; 0 where it does not say."""
+    return _field_bytes(Path("/proc/meminfo"), "MemAvailable")
+
+
+def _field_bytes(path: Path, field: str) -> int:
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in path.read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
     except OSError:

@@ -18,6 +18,7 @@ import torch
 
 from liverun import fence, groups, rng
 from liverun.hollow import Hollow
+from liverun.memory import available_bytes
 from liverun.messages import Member, Prepare
 from liverun.world import Training, World
 from resharding import boxes, megatron
@@ -56,11 +57,30 @@ class Next:
     """where the streams of this rank's new role arrive; empty where streams are seeded anew"""
     prepare_s: float
 
+    def give_up_bridge(self) -> None:
+        """Close the bridge's connections, so that nobody waits for this member any longer."""
+        fence.destroy(self.bridge.groups)
+        self.bridge.default_pg = None
+
     def discard(self) -> None:
         """Give back everything that was built for the change."""
-        fence.destroy(self.bridge.groups)
+        self.give_up_bridge()
         if self.standing is not None:
             fence.destroy(self.standing.globals.groups)
+
+
+def _touch(holding: boxes.Holding) -> None:
+    """Let the operating system find the pages now, beside the training, rather than in the pause.
+
+    The old state is kept until the commit, so the pages are needed beside it in any case. Where they could be short,
+    they are left to the moment they are written.
+    """
+    storages = {view.untyped_storage().data_ptr(): view for view in (piece.view() for piece in holding.pieces)}
+    views = [view for view in storages.values() if view.device.type == "cpu"]
+    if sum(view.untyped_storage().nbytes() for view in views) > available_bytes() // 4:
+        return
+    for view in views:
+        torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).zero_()
 
 
 def moves_streams(spec: Prepare, present: World | None) -> bool:
@@ -132,7 +152,7 @@ class Preparation:
             with self._deciding:
                 dropped = self._dropped
             if not dropped:
-                self._on_failed(self.spec.generation, f"{type(error).__name__}: {_in_short(error)}")
+                self._on_failed(self.spec.generation, in_short(error))
             return
         with self._deciding:
             if not self._dropped:
@@ -199,6 +219,7 @@ class Preparation:
                 megatron.materialize_optimizer_state(training.optimizer, empty=True)
             holding = megatron.holding_of(training.model, training.optimizer)
             hollow.check_buffers(training.model, (piece.view() for piece in holding.pieces))
+            _touch(holding)
         return Standing(world=world, globals=there, training=training, holding=holding)
 
 
@@ -230,7 +251,8 @@ def _itself(state: torch.Tensor) -> torch.Tensor:
     return state
 
 
-def _in_short(error: BaseException) -> str:
-    """One line of an error: gloo's come with a source path before them and advice behind."""
+def in_short(error: BaseException) -> str:
+    """Put an error into one line: gloo's come with a source path before them and advice behind."""
     line = (str(error).strip() or "no message").splitlines()[0]
-    return _SOURCE_PATH.sub("", line).partition(" This is typically caused by")[0]
+    line = _SOURCE_PATH.sub("", line).partition(" This is typically caused by")[0]
+    return f"{type(error).__name__}: {line}"

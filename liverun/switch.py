@@ -5,7 +5,9 @@ Numbered as it happens, the same on every member of the bridge:
 1. Small state that is equal on all ranks (step, consumed samples, scheduler, optimizer counters, the script's own)
    is exchanged as JSON.
 2. Boxes stream from the old stack into the hollow new one, through bounded staging. The old stack is only read.
-3. Everyone votes. Unanimous yes is the commit; anything else leaves the old world exactly as it was.
+3. Everyone votes. Unanimous yes is the commit; anything else leaves the old world exactly as it was. A member whose
+   transfer failed does not vote: its peers may be waiting for it in theirs, so it gives up the bridge, which they
+   notice at once, and without it there can be no yes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 
 from liverun import groups, rng
 from liverun.memory import ResidentPeak
-from liverun.prepare import Next, Standing
+from liverun.prepare import Next, Standing, in_short
 from liverun.world import Training
 from resharding import megatron, stream
 
@@ -55,31 +57,26 @@ def switch(
 ) -> Outcome:
     """Move the state of ``present`` (none for a joiner) into what was prepared. Collective over the bridge."""
     started = time.perf_counter()
-    bridge = prepared.bridge.default_pg
-    reason, shared, report = "", None, None
+    reason = ""
     with ResidentPeak() as peak:
         try:
-            shared = _exchange(prepared, present, position, device)
-            for name, state in rng.capture().items() if prepared.outgoing else ():
-                prepared.outgoing[name].copy_(state)
-            report = stream.execute(
-                prepared.plan, prepared.source, prepared.target, stream.ProcessGroupTransport(bridge, device),
-                staging_bytes,
-            )
-            transferred = time.perf_counter()
+            shared, report = _transfer(prepared, present, position, device, staging_bytes)
+        except Exception as error:  # noqa: BLE001 - whatever failed, the old world trains on
+            prepared.give_up_bridge()
+            return Outcome(reason=in_short(error), position=position)
+        transferred = time.perf_counter()
+        try:
             if prepared.standing is not None:
                 _install(prepared.standing.training, shared)
-        except Exception as error:  # noqa: BLE001 - the vote turns every failure into a clean no
-            transferred = time.perf_counter()
-            reason = f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - a script's load_state_dict may raise anything
+            reason = in_short(error)
         try:
-            unanimous = groups.vote(bridge, not reason, device)
+            unanimous = groups.vote(prepared.bridge.default_pg, not reason, device)
         except RuntimeError as error:
-            unanimous, reason = False, reason or f"a member was lost before the vote ({error})"
+            lost = f"a member was lost before the vote: {in_short(error)}"
+            return Outcome(reason=reason or lost, position=position)
     if not unanimous:
         return Outcome(reason=reason or "another member voted no", position=position)
-    assert shared is not None
-    assert report is not None
     return Outcome(
         reason="",
         position=Position(**shared["position"]),
@@ -89,6 +86,17 @@ def switch(
         bytes_local=report.bytes_local,
         peak_extra_bytes=peak.extra_bytes,
     )
+
+
+def _transfer(
+    prepared: Next, present: Standing | None, position: Position | None, device: torch.device, staging_bytes: int
+) -> tuple[dict[str, Any], stream.StreamReport]:
+    """Exchange the small state and stream the boxes. The source is only read."""
+    shared = _exchange(prepared, present, position, device)
+    for name, state in rng.capture().items() if prepared.outgoing else ():
+        prepared.outgoing[name].copy_(state)
+    transport = stream.ProcessGroupTransport(prepared.bridge.default_pg, device)
+    return shared, stream.execute(prepared.plan, prepared.source, prepared.target, transport, staging_bytes)
 
 
 def _exchange(

@@ -12,6 +12,7 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
 ``steps_per_change`` slow steps down while fewer than ``step / steps_per_change`` changes have been seen, so that a
                   run of few steps holds many changes whatever the machine's speed
 ``hang_in_build`` a generation in whose build this worker stops for good, if it joins
+``fail_stream``   a rank of the first world whose first stream fails
 ``announce``      touch this file when a joiner builds
 """
 
@@ -35,6 +36,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 import liverun  # noqa: E402
 from liverun import fence  # noqa: E402
+from resharding import stream  # noqa: E402
 
 OPTIONS = json.loads(os.environ.get("PROBE", "{}"))
 OUT = Path(sys.argv.pop(1))
@@ -135,6 +137,18 @@ class Probe:
         }
 
 
+def fail_once(real_execute):
+    """Make the first stream of the rank that ``PROBE`` names fail before it has begun, while its peers wait."""
+    failures = iter(["the network card fell out"] if os.environ.get("RANK") == str(OPTIONS["fail_stream"]) else [])
+
+    def execute(*arguments):
+        for failure in failures:
+            raise OSError(failure)
+        return real_execute(*arguments)
+
+    return execute
+
+
 def main():
     probes = []
     opened = []
@@ -151,6 +165,8 @@ def main():
                 os.kill(os.getpid(), signal.SIGSTOP)
             return build(world)
 
+        if "fail_stream" in OPTIONS:
+            stream.execute = fail_once(stream.execute)
         job = real_join(watched_build, **options)
         probes.append(Probe(job, train.parse_arguments(), opened[1]))
         train.append_line(OUT / "pids.jsonl", {"pid": os.getpid(), "rank": job.world.rank})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,24 @@ def test_a_resize_that_comes_too_late_does_not_harm_the_end(
     assert job.finish() == 0, job.output()
     assert len(losses(out)) == 6
     assert job.kinds()[-1] == "finished"
+
+
+def test_old_world_trains_on_when_the_stream_fails_in_one_rank(
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Its peers wait for it in the middle of theirs, and must not wait long."""
+    job, quiet, disturbed = run_pair(
+        launch, train_arguments, tmp_path, *DROPOUT, steps=40, standbys=2,
+        probe={"steps_per_change": 20, "fail_stream": 1},
+    )
+    job.until_trains()
+    job.until_standbys(2)
+    asked = job.resize("--workers=4", "--layout=tp=2", timeout_s=300)
+    assert asked.returncode != 0
+    reason = the_abort(job)["reason"]
+    assert "the network card fell out" in reason
+    assert "not committed" in reason
+    times = {event["kind"]: datetime.fromisoformat(event["time"]) for event in job.events()}
+    assert (times["aborted"] - times["switching"]).total_seconds() < 60, "somebody waited for a time-out"
+    assert job.finish() == 0, job.output()
+    assert_bit_identical(quiet, disturbed)
