@@ -146,18 +146,27 @@ class Block:
         row, inner, shape = cut_ranges(size[part], start[which, part], stop[which, part])
         return Rows(which[row], unit[part[row]], offset[part[row]] + inner, shape)
 
-    def bytes_of_units(self, index: int) -> Ints:
-        """Return the bytes that one index has of each unit, all its tensors together, ``(units,)``."""
+    def bytes_by(self, number_of_unit: Ints, length: int, indexes: Sequence[int]) -> Ints:
+        """Return the bytes that each index has, added up by a number below ``length`` that each unit is given.
+
+        ``number_of_unit`` is ``(units,)``, the result ``(indexes, length)``.
+        """
         unit, _, size = self._columns
-        numel = size.prod(axis=1)
+        widths = [sum(DTYPE_SIZES_BYTES[tensor.dtype] for tensor in its) for its in self.units]
+        width = np.array(widths, dtype=np.int64)
+        numel = np.broadcast_to(size.prod(axis=1), (len(indexes), len(unit)))
         if self.buckets:
             bucket, at = np.array(self.places, dtype=np.int64).reshape(-1, 2).T
             shard = np.array(self.buckets, dtype=np.int64)[bucket] // self.num_shards
+            index = np.array(indexes, dtype=np.int64)[:, None]
             numel = np.clip((index + 1) * shard - at, 0, numel) - np.clip(index * shard - at, 0, numel)
-        width = [sum(DTYPE_SIZES_BYTES[tensor.dtype] for tensor in its) for its in self.units]
-        total = np.zeros(len(self.units), dtype=np.int64)
-        np.add.at(total, unit, numel)
-        nbytes: Ints = total * np.array(width, dtype=np.int64)
+        nbytes = np.zeros((len(indexes), length), dtype=np.int64)
+        if len(unit):
+            number = number_of_unit[unit]
+            order = np.argsort(number, kind="stable")
+            begins = np.flatnonzero(np.diff(number[order], prepend=-1))
+            sums = np.add.reduceat((numel * width[unit])[:, order], begins, axis=1)
+            nbytes[:, number[order][begins]] = sums
         return nbytes
 
     def num_boxes(self, index: int) -> int:

@@ -7,6 +7,7 @@ two states.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,33 +30,26 @@ def order_of_layers(old: Sequence[Listing], new: Sequence[Listing]) -> dict[Laye
     blocks = {id(block): block for side in (old, new) for listing in side for block, _ in listing.entries}
     names = sorted({layer_of(unit[0].key) for block in blocks.values() for unit in block.units})
     numbers = {name: number for number, name in enumerate(names)}
-    pairs: dict[tuple[int, ...], int] = {}
-    shares: list[tuple[Ints, Ints]] = []
-    cache: dict[tuple[int, int], Ints] = {}
-    of_unit = {
-        ident: np.array([numbers[layer_of(unit[0].key)] for unit in block.units], dtype=np.int64)
-        for ident, block in blocks.items()
-    }
-
-    def share(listing: Listing) -> Ints:
-        total = np.zeros(len(names), dtype=np.int64)
-        for block, index in listing.entries:
-            found = cache.get((id(block), index))
-            if found is None:
-                found = np.zeros(len(names), dtype=np.int64)
-                np.add.at(found, of_unit[id(block)], block.bytes_of_units(index))
-                cache[id(block), index] = found
-            total += found
-        return total
-
-    for before, after in zip(old, new, strict=True):
-        name = tuple(v for side in (before, after) for block, index in side.entries for v in (id(block), index))
-        if pairs.setdefault((len(before.entries), *name), len(shares)) == len(shares):
-            shares.append((share(before), share(after)))
+    indexes: dict[int, set[int]] = defaultdict(set)
+    for side in (old, new):
+        for listing in side:
+            for block, index in listing.entries:
+                indexes[id(block)].add(index)
+    shares: dict[tuple[int, int], Ints] = {}
+    for ident, found in indexes.items():
+        block, asked = blocks[ident], sorted(found)
+        number: Ints = np.array([numbers[layer_of(unit[0].key)] for unit in block.units], dtype=np.int64)
+        rows = block.bytes_by(number, len(names), asked)
+        shares.update({(ident, index): row for index, row in zip(asked, rows, strict=True)})
+    out, come = (np.zeros((len(side), len(names)), dtype=np.int64) for side in (old, new))
+    for side, total in ((old, out), (new, come)):
+        for rank, listing in enumerate(side):
+            for block, index in listing.entries:
+                total[rank] += shares[id(block), index]
     turns: dict[Layer, int] = {}
     if not names:
         return turns
-    goes = np.unique(np.array([np.concatenate(pair) for pair in shares]), axis=0)
+    goes = np.unique(np.concatenate([out, come], axis=1), axis=0)
     out, come = goes[:, : len(names)], goes[:, len(names) :]
     held = out.sum(axis=1)
     bound = np.maximum(held, come.sum(axis=1))

@@ -109,6 +109,16 @@ def test_shards_of_a_buffer_hold_each_element_of_each_kind_once():
     assert sum(block.num_boxes(index) for index in range(4)) == len(seen)
 
 
+def test_bytes_of_an_index_are_those_of_its_boxes():
+    for block, indexes in ((_flat(), [0, 2, 3]), (_flat(2), [1]), (Block.explicit(_flat().boxes(1)), [0])):
+        number = np.array([0 if unit[0].key.endswith("a") else 2 for unit in block.units])
+        found = block.bytes_by(number, 3, indexes)
+        for row, index in zip(found.tolist(), indexes, strict=True):
+            boxes = block.boxes(index)
+            assert row == [sum(b.nbytes for b in boxes if b.key.endswith("/a")), 0,
+                           sum(b.nbytes for b in boxes if b.key.endswith("/b"))]  # fmt: skip
+
+
 def test_a_block_read_back_is_equal():
     for block in (_flat(), Block.explicit([Box("w/s", "int64", (), (), ()), Box("w/t", "bool", (3,), (1,), (2,))])):
         again = read_block(block.text)
