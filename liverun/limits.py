@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from liverun.layout import Layout
 from liverun.prepare import Standing
-from resharding.limits import misfit
+from resharding import megatron
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,4 @@ class Limits:
                 )
         if present is None:
             return None
-        sizes = layout.as_dict()
-        del sizes["cp"]  # splits the sequence, not the model
-        for chunk in present.training.model:
-            if (reason := misfit(getattr(chunk, "config", None), **sizes)) is not None:
-                return reason
-        return None
+        return megatron.misfit_of(present.training.model, layout.as_dict())

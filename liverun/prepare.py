@@ -21,7 +21,7 @@ from liverun.hollow import Hollow
 from liverun.memory import available_bytes
 from liverun.messages import Member, Prepare
 from liverun.world import Training, World
-from resharding import boxes, megatron
+from resharding import boxes, listing, megatron
 from resharding.plan import RankPlan, plan_for
 
 Build = Callable[[World], Training]
@@ -195,10 +195,10 @@ class Preparation:
             sizes = names[role] if role is not None and all(_old(names, spec)) else {}
             incoming = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
             target = boxes.Holding.of([*target.pieces, *_stream_pieces(incoming, me.rank)])
-        old = [boxes.decode_boxes(data) for data in groups.allgather_bytes(
-            bridge.default_pg, source.encode_boxes(), device)]
-        new = [boxes.decode_boxes(data) for data in groups.allgather_bytes(
-            bridge.default_pg, target.encode_boxes(), device)]
+        old, new = listing.exchange(
+            lambda data: groups.allgather_bytes(bridge.default_pg, data, device), place,
+            listing.listing_of(source), listing.listing_of(target),
+        )
         made_plan = plan_for(place, old, new, [member.host for member in spec.members])
         return Next(
             spec=spec, bridge=bridge, standing=standing, plan=made_plan, source=source, target=target,

@@ -33,6 +33,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 BF16, FP16 = torch.bfloat16, torch.float16
+DEFAULT_SEED = 17
+
 MODELS = {
     "fp32": Model(),
     "bf16, grouped queries, biases": Model(dtype=BF16, tied=False, groups=2, bias=True),
@@ -210,7 +212,8 @@ def _draws(pairs: int, start: int, num_splits: int) -> Counter[str]:
 def test_any_layout_moves_to_any_other(request: pytest.FixtureRequest) -> None:
     start = request.config.getoption("--pairs-seed", None)
     pairs = request.config.getoption("--pairs", None)
-    drawn = _draws(pairs or 500, random.randrange(2**32) if start is None else start, 10)
+    # the same draw every time: a change is judged by what it changes; the long run draws anew
+    drawn = _draws(pairs or 500, DEFAULT_SEED if start is None else start, 10)
     print(dict(drawn))
     assert len(drawn) == len(MODELS) or sum(drawn.values()) < 200
 
