@@ -20,6 +20,7 @@ from launcher.link import Link
 from launcher.logs import Relay
 from launcher.model import End, JobState, StopAsked
 from launcher.options import RunOptions, count_cpus, omp_threads
+from launcher.outcome import write_outcome
 from launcher.pool import Pool
 from launcher.process import Reaper, TemplateClient, describe_os_error, sweep
 from launcher.report import failure_lines, read_error
@@ -160,6 +161,7 @@ class Agent:
         code = self._report(end, pool)
         if controller.torch_events is not None:
             self._report_to_torch(controller.torch_events, end, pool)
+        write_outcome(options.environ, end, pool)
         pool.rendezvous.unlink(missing_ok=True)
         store.close()
         state_word = {"finished": "finished", "failed": "failed"}.get(end.outcome, "stopped")

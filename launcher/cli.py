@@ -200,6 +200,7 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
     """Run a script on this node, with workers that can change their world."""
     words = dict(locals())
     from launcher.agent import run_agent, say
+    from launcher.outcome import write_reason
     from launcher.options import UsageError
     from launcher.request import RunWords, read
     from launcher.rundir import JobError
@@ -208,6 +209,7 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         options, warnings = read(RunWords(**words), dict(os.environ), os.geteuid())
     except UsageError as error:
         say(str(error))
+        write_reason(os.environ, str(error))
         raise SystemExit(2) from None
     for warning in warnings:
         say(warning)
@@ -215,6 +217,7 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         code = run_agent(options, sys.argv)
     except JobError as error:
         say(str(error))
+        write_reason(os.environ, str(error))
         code = error.exit_code
     raise SystemExit(code)
 

@@ -114,7 +114,7 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
     log_dir = Path(words.log_dir).absolute() if words.log_dir else None
     refuse_if(log_dir is not None and log_dir.is_file(), f"--log-dir {log_dir} is a file")
     options = RunOptions(
-        mode=_mode(words), argv=(words.script, *(words.args or ())), nproc=nproc, standbys=words.standbys,
+        mode=_mode(words, environ), argv=(words.script, *(words.args or ())), nproc=nproc, standbys=words.standbys,
         layout=layout, job=check_job_id(words.job), root=resolve_root(words.run_dir, environ, uid),
         log_dir=log_dir, staging_bytes=parse_bytes(words.staging), max_restarts=words.max_restarts,
         shutdown_timeout_s=shutdown_timeout_s, host=host, port=port,
@@ -144,7 +144,9 @@ def _choose(word: str | None, choices: tuple[str, ...], option: str) -> None:
     )
 
 
-def _mode(words: RunWords) -> str:
+def _mode(words: RunWords, environ: Mapping[str, str]) -> str:
+    if environ.get("LIVERUN_FUNCTION"):
+        return "function"
     if words.run_path:
         return "path"
     return "module" if words.module else "program" if words.no_python else "script"
