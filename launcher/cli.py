@@ -67,9 +67,9 @@ def switch(name: str, text: str, *more: str) -> Any:
     return option(name, text, *more, torchrun=True)
 
 
-def torch_option(name: str, text: str, *more: str) -> Any:
+def torch_option(name: str, text: str, *more: str, parser: Callable[[str], Any] | None = None) -> Any:
     """Declare an option of torchrun."""
-    return option(name, text, *more, torchrun=True)
+    return option(name, text, *more, torchrun=True, parser=parser)
 
 
 class RunCommand(TyperCommand):
@@ -119,14 +119,14 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         ),
     ] = "",
     max_restarts: Annotated[
-        int, torch_option("--max-restarts", "restarts of the whole world after a failure")
+        int, torch_option("--max-restarts", "restarts of the whole world after a failure", parser=whole_number)
     ] = 0,
     shutdown_timeout: Annotated[
         float | None,
-        torch_option("--shutdown-timeout", "seconds between asking workers to end and SIGKILL; 30"),
+        torch_option("--shutdown-timeout", "seconds between asking workers to end and SIGKILL; 30", parser=seconds),
     ] = None,
     monitor_interval: Annotated[
-        float, torch_option("--monitor-interval", "seconds between looks at the logs")
+        float, torch_option("--monitor-interval", "seconds between looks at the logs", parser=seconds)
     ] = 0.1,
     log_dir: Annotated[
         str | None,
@@ -140,7 +140,7 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         str | None, torch_option("--master-addr", "address the first world's store listens at; 127.0.0.1")
     ] = None,
     master_port: Annotated[
-        int | None, torch_option("--master-port", "its port; a free one if left out, or 0")
+        int | None, torch_option("--master-port", "its port; a free one if left out, or 0", parser=whole_number)
     ] = None,
     rdzv_backend: Annotated[
         str, torch_option("--rdzv-backend", "static or c10d; the same on one node")
@@ -152,7 +152,7 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         str, torch_option("--rdzv-id", "shown to workers as TORCHELASTIC_RUN_ID; the job's id if left out")
     ] = "none",
     rdzv_conf: Annotated[str, torch_option("--rdzv-conf", "KEY=VALUE,KEY=VALUE; nothing on one node")] = "",
-    node_rank: Annotated[int, torch_option("--node-rank", "nothing on one node")] = 0,
+    node_rank: Annotated[int, torch_option("--node-rank", "nothing on one node", parser=whole_number)] = 0,
     local_addr: Annotated[
         str | None, torch_option("--local-addr", "this node's address, if no --master-addr is given")
     ] = None,

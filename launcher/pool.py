@@ -70,6 +70,8 @@ class Pool:
         self._ids = itertools.count()
         self._starts: dict[str, asyncio.Event] = {}
         self._slots: dict[str, int] = {}
+        self._reserved: set[int] = set()
+        """places of workers that are to be started with a rank"""
         self.alive: dict[str, Process] = {}
         self.ended: dict[str, Ended] = {}
         self.destinations = Destinations(options, job=job, logs=folder.path / "logs")
@@ -87,6 +89,7 @@ class Pool:
         """Make what a new attempt needs on disk. Raises ``TemplateError``."""
         try:
             self.rendezvous.unlink(missing_ok=True)
+            self._reserved = set(range(self.options.nproc))
             await self.destinations.begin(self.restarts, self._template, self._environ_of_rank)
         except OSError as error:
             raise TemplateError(f"cannot make a log folder: {describe_os_error(error)}") from None
@@ -101,7 +104,7 @@ class Pool:
     async def start(self, boot_rank: int | None) -> str:
         """Fork one worker; its id. Raises ``TemplateError``."""
         worker = f"w{next(self._ids)}"
-        slot = next(free for free in itertools.count() if free not in self._slots.values())
+        slot = self._slot(boot_rank)
         self._slots[worker] = slot
         try:
             logs = self.destinations.place(worker, slot)
@@ -135,6 +138,14 @@ class Pool:
         self._starts[worker].set()
         self._reaper.expect(pid, lambda code: self._ended(worker, code))
         return worker
+
+    def _slot(self, boot_rank: int | None) -> int:
+        """Return the place of a worker: its rank for one that starts with one, even if others have ended already."""
+        if boot_rank is not None:
+            self._reserved.discard(boot_rank)
+            return boot_rank
+        taken = {*self._slots.values(), *self._reserved}
+        return next(free for free in itertools.count() if free not in taken)
 
     async def expects(self, worker: str) -> bool:
         """Whether a worker of that id is alive; waits for a start that is under way."""
