@@ -34,7 +34,7 @@ def expand(words: Sequence[str], flags: Sequence[Flag]) -> list[str]:
     rest = list(words)
     while rest:
         word = rest[0]
-        if word == "--" or word == "-" or not word.startswith("-"):
+        if word in {"--", "-"} or not word.startswith("-"):
             break
         rest.pop(0)
         if word.startswith("--"):

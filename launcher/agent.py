@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -30,6 +32,8 @@ from launcher.store import EmbeddedStore
 from launcher.torch_events import TorchEvents, monotonic_events
 
 EXIT_HOPELESS = 93
+LEAST_FREE_BYTES = 256 * 1024
+"""what the journal of a job needs to begin with"""
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """handed on to ranked workers, for the script to act on"""
 FINISH_GRACE_S = 5.0
@@ -56,7 +60,7 @@ def run_agent(options: RunOptions, command: Sequence[str]) -> int:
     try:
         folder = JobFolder.create(options.root, job, os.geteuid())
     except OSError as error:
-        raise unusable(error) from None
+        raise unusable(error, options.root) from None
     try:
         return asyncio.run(Agent(options, command, job, folder).run())
     finally:
@@ -66,10 +70,13 @@ def run_agent(options: RunOptions, command: Sequence[str]) -> int:
         folder.close()
 
 
-def unusable(error: OSError | sqlite3.Error) -> JobError:
+def unusable(error: OSError | sqlite3.Error, path: Path) -> JobError:
     """Say that a run folder cannot be used; exit code 77 where it is not allowed, else 1."""
     errno_ = error.errno if isinstance(error, OSError) else None
-    what = describe_os_error(error) if isinstance(error, OSError) else str(error)
+    what = describe_os_error(error) if isinstance(error, OSError) else f"{path}: {error}"
+    with contextlib.suppress(OSError):
+        if isinstance(error, sqlite3.Error) and shutil.disk_usage(path).free < LEAST_FREE_BYTES:
+            what = f"{path}: {os.strerror(errno.ENOSPC)}"  # SQLite calls it an I/O error
     code = 77 if errno_ in (errno.EACCES, errno.EPERM, errno.EROFS) else 1
     return JobError(f"the run folder cannot be used: {what}; choose another place with --run-dir", code)
 
@@ -111,8 +118,10 @@ class Agent:
             (folder.path / "logs" / "template.log").touch(mode=0o600)
             store = EmbeddedStore(folder.path / "store.db", clock=time.monotonic)
         except (OSError, sqlite3.Error) as error:
-            self._write("failed", exit_code=unusable(error).exit_code)
-            raise unusable(error) from None
+            told = unusable(error, folder.path)
+            self._written = False  # one sentence is enough
+            self._write("failed", exit_code=told.exit_code)
+            raise told from None
         relay = Relay(sys.stdout.buffer, sys.stderr.buffer, options.monitor_interval_s, trouble=say)
         state = JobState(
             nproc=options.nproc, standbys=options.standbys, host=options.host, layout=options.layout,

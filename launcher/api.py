@@ -28,7 +28,7 @@ OURS = ("standbys", "layout", "job", "run_dir", "staging", "preload")
 """options that torchrun does not have"""
 AGENT_CODE = (
     "import ctypes, os, signal, sys\n"
-    "sys.path[0:1] = [{root!r}]\n"
+    "sys.path[: bool(sys.path) and sys.path[0] == ''] = [{root!r}]\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)\n"  # a caller that dies takes the job with it
     "if os.getppid() != {parent}: sys.exit(143)\n"
     "from launcher.cli import main\n"
@@ -70,7 +70,7 @@ def _main(args: Sequence[str] | None) -> None:
     if values.max_restarts < 0:
         raise AssertionError("max_restarts must be >= 0")
     words = []
-    for action in parser._actions:  # noqa: SLF001  (argparse has no other list of them)
+    for action in parser._actions:
         value = getattr(values, action.dest, None)
         if not action.option_strings or action.dest == "help" or value is None:
             continue
@@ -140,9 +140,9 @@ def config_words(config: Any) -> list[str]:
         "signals-to-handle": config.signals_to_handle, "local-addr": config.local_addr,
         "rdzv-backend": config.rdzv_backend if config.rdzv_backend == "static" else "c10d",
         "rdzv-endpoint": config.rdzv_endpoint if config.rdzv_backend == "static" else None,
-        "log-dir": specs.root_log_dir, "redirects": _streams(specs._redirects),  # noqa: SLF001
-        "tee": _streams(specs._tee),  # noqa: SLF001
-        "local-ranks-filter": ",".join(map(str, sorted(specs._local_ranks_filter or ()))),  # noqa: SLF001
+        "log-dir": specs.root_log_dir, "redirects": _streams(specs._redirects),
+        "tee": _streams(specs._tee),
+        "local-ranks-filter": ",".join(map(str, sorted(specs._local_ranks_filter or ()))),
         "duplicate-stdout-filters": _joined(config.duplicate_stdout_filters or ()),
         "duplicate-stderr-filters": _joined(config.duplicate_stderr_filters or ()),
         "numa-binding": config.numa_options.affinity_mode.value if config.numa_options else None,
@@ -256,7 +256,8 @@ def _forwarding(process: subprocess.Popen[bytes], names: str) -> Iterator[list[s
         with contextlib.suppress(OSError):
             process.send_signal(number)
 
-    numbers = [signal.Signals[name.strip()] for name in names.split(",") if name.strip() in signal.Signals.__members__]
+    known = signal.Signals.__members__
+    numbers = [known[name.strip()] for name in names.split(",") if name.strip() in known]
     old = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield received

@@ -200,8 +200,8 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
     """Run a script on this node, with workers that can change their world."""
     words = dict(locals())
     from launcher.agent import run_agent, say
-    from launcher.outcome import write_reason
     from launcher.options import UsageError
+    from launcher.outcome import write_reason
     from launcher.request import RunWords, read
     from launcher.rundir import JobError
 

@@ -127,8 +127,8 @@ class Destinations:
         for path in paths.values():
             path.touch(mode=0o600)
         self._of[worker] = Destination(
-            local_rank=local_rank, stdout=paths["stdout"], stderr=paths["stderr"], error=error, shown=shown, teed=teed,
-            sizes={name: path.stat().st_size for name, path in paths.items()},
+            local_rank=local_rank, stdout=paths["stdout"], stderr=paths["stderr"], error=error,
+            shown=shown, teed=teed, sizes={name: path.stat().st_size for name, path in paths.items()},
         )  # fmt: skip
         return self._of[worker]
 

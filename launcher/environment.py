@@ -8,7 +8,10 @@ from pathlib import Path
 
 from launcher.options import RunOptions
 
-PRIVATE = ("LIVERUN_PRELOAD", "LIVERUN_OUTCOME", "LIVERUN_FUNCTION", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PRIVATE = (
+    "LIVERUN_PRELOAD", "LIVERUN_OUTCOME", "LIVERUN_FUNCTION",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 """not handed on from the launcher's own environment"""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.streams import StreamChoice
+from launcher.streams import NO_STREAMS, StreamChoice
 from liverun.layout import Layout
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -58,8 +58,8 @@ class RunOptions:
     numa_binding: str | None = None
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
     """end the job, and are what workers are sent first"""
-    redirects: StreamChoice = StreamChoice()
-    tee: StreamChoice = StreamChoice()
+    redirects: StreamChoice = NO_STREAMS
+    tee: StreamChoice = NO_STREAMS
     local_ranks: frozenset[int] | None = None
     """only these are shown on the console"""
     stdout_filters: tuple[str, ...] = ()

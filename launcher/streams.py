@@ -39,6 +39,9 @@ class StreamChoice:
         return bool(self.default) or any(self.ranks.values())
 
 
+NO_STREAMS = StreamChoice()
+
+
 def parse_ranks(text: str, option: str) -> frozenset[int] | None:
     """Read ``0,1,12``; nothing for no filter. Raises ``ValueError``."""
     if not text.strip():
