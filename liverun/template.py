@@ -50,8 +50,8 @@ PR_SET_PDEATHSIG = 1
 ADOPTION_TIMEOUT_S = 20.0
 ROOT = Path(__file__).resolve().parent.parent
 FRESH_CODE = (
-    "import sys; sys.path[: bool(sys.path) and sys.path[0] == ''] = [{root!r}]; from liverun.main_module import run_as_main; del sys.path[0]; "
-    "run_as_main({mode!r}, sys.argv[1:])"
+    "import sys; sys.path[: bool(sys.path) and sys.path[0] == ''] = [{root!r}]; "
+    "from liverun.main_module import run_as_main; del sys.path[0]; run_as_main({mode!r}, sys.argv[1:])"
 )
 
 
