@@ -227,6 +227,22 @@ class Job:
             self._rebind(Training(model=[]))
         worker.retire(old, prepared)
 
+    def _leave(self) -> None:
+        """At the interpreter's end: give up the world, and let its groups end their threads.
+
+        A thread of gloo that drops the last reference to a tensor while the interpreter is torn down ends the whole
+        process with SIGABRT.
+        """
+        last, self._standing = self._standing, None
+        if last is None:
+            return
+        self._rebind(Training(model=[]))
+        megatron.let_go(last.training.model)
+        fence.activate(fence.new_globals(last.world.generation + 1))
+        fence.destroy(last.globals.groups)
+        del last
+        gc.collect()
+
     def _set_streams(self, prepared: Next, new: Standing) -> None:
         if prepared.incoming:
             rng.restore(prepared.incoming)
@@ -410,6 +426,8 @@ class _Worker:
             self._preparing.join()
         for thread in self._background:
             thread.join()
+        if self._job is not None:
+            self._job._leave()
 
     def _retire(self, old: Standing | None, prepared: Next, before: list[threading.Thread]) -> None:
         for thread in before:
@@ -476,9 +494,11 @@ def join(
     limits = Limits(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
     if "LIVERUN_SOCKET" not in os.environ:
         standing = _standing_of_environment(build, layout or Layout(), limits, device, timeout)
-        return Job(
+        job = Job(
             standing=standing, device=device, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size
         )
+        atexit.register(job._leave)
+        return job
     worker = _Worker(build=build, limits=limits, layout=layout, timeout=timeout)
     job = Job(standing=None, device=device, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
     job._worker = worker

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from resharding.listing import Block
+
 DTYPE_SIZES_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -169,6 +171,8 @@ class Piece:
     box: Box
     view: Callable[[], torch.Tensor]
     """gives a tensor of ``box.shape`` that aliases the storage; called when the bytes move, may be strided"""
+    block: tuple[Block, int] | None = None
+    """the description that all boxes next to this one follow from, and this rank's index in it; see ``listing``"""
 
 
 @dataclass(frozen=True)
@@ -226,13 +230,13 @@ def decode_boxes(data: bytes) -> list[Box]:
         raise ValueError(f"box list cannot be read: {error}") from None
     if not isinstance(message, dict) or message.get("version") != 1:
         raise ValueError("box list is not of version 1")
-    tensors = [_read_tensor(row) for row in _rows(message.get("tensors"), 4)]
+    tensors = [read_tensor(row) for row in read_rows(message.get("tensors"), 4)]
     boxes: list[Box] = []
-    for index, offset, shape in _rows(message.get("boxes"), 3):
+    for index, offset, shape in read_rows(message.get("boxes"), 3):
         if not _is_size(index) or index >= len(tensors):
             raise ValueError(f"box list names tensor {index!r} of {len(tensors)}")
         key, dtype, global_shape, padded = tensors[index]
-        box = Box(key, dtype, global_shape, _read_shape(offset), _read_shape(shape), padded)
+        box = Box(key, dtype, global_shape, read_shape(offset), read_shape(shape), padded)
         if not len(box.offset) == len(box.shape) == len(global_shape) or any(
             o + n > g for o, n, g in zip(box.offset, box.shape, global_shape, strict=True)
         ):
@@ -241,7 +245,8 @@ def decode_boxes(data: bytes) -> list[Box]:
     return boxes
 
 
-def _rows(value: object, width: int) -> Iterator[list[Any]]:
+def read_rows(value: object, width: int) -> Iterator[list[Any]]:
+    """Yield the rows of a table out of an untrusted message; raises ``ValueError`` if it is none."""
     if not isinstance(value, list):
         raise ValueError("box list lacks a table")  # noqa: TRY004 - a message error, whatever its type
     for row in value:
@@ -254,7 +259,8 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_EXTENT
 
 
-def _read_shape(value: object) -> Shape:
+def read_shape(value: object) -> Shape:
+    """Read a shape or offset out of an untrusted message; raises ``ValueError`` if it is none."""
     if not isinstance(value, list) or len(value) > MAX_DIMS or not all(map(_is_size, value)):
         raise ValueError(f"box list has {str(value)[:80]} in place of a shape")
     if math.prod(value) > MAX_EXTENT:
@@ -262,7 +268,8 @@ def _read_shape(value: object) -> Shape:
     return tuple(value)
 
 
-def _read_tensor(row: list[Any]) -> tuple[str, str, Shape, bool]:
+def read_tensor(row: list[Any]) -> tuple[str, str, Shape, bool]:
+    """Read key, dtype, global shape and padded out of an untrusted row; raises ``ValueError`` if they are none."""
     key, dtype, shape, padded = row
     if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARS:
         raise ValueError("box list has a key that is no text, is empty or too long")
@@ -270,4 +277,4 @@ def _read_tensor(row: list[Any]) -> tuple[str, str, Shape, bool]:
         raise ValueError(f"box list gives {key[:80]} the unknown element type {str(dtype)[:80]}")
     if not isinstance(padded, bool):
         raise ValueError(f"box list does not say whether {key[:80]} is padded")  # noqa: TRY004
-    return key, dtype, _read_shape(shape), padded
+    return key, dtype, read_shape(shape), padded

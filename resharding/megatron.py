@@ -13,9 +13,10 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -31,8 +32,9 @@ from megatron.core.optimizer.optimizer import (
     param_group_identifier_keys,
 )
 
-from resharding.boxes import Box, Holding, Piece, Shape, flat_range_boxes
+from resharding.boxes import DTYPE_SIZES_BYTES, Box, Holding, Piece, Shape, flat_range_boxes
 from resharding.limits import misfit
+from resharding.listing import Block, Tensor
 
 
 class Unsupported(ValueError):  # noqa: N818 - reads as what it is
@@ -43,6 +45,8 @@ GROUP_SETTINGS = (*param_group_identifier_keys, "max_lr", "min_lr", "start_wd", 
 """Fields by which parameter groups of two worlds are the same group; they carry no names."""
 SCHEDULED_FIELDS = ("lr", "weight_decay")
 """Fields of a parameter group that the scheduler writes."""
+FIRST_WITH_SPLIT_EXPERTS = (0, 19)
+"""The megatron-core release from which on experts have groups of their own at ep 1 as well, as far as is known."""
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -81,8 +85,7 @@ def holding_of(model_chunks: Sequence[torch.nn.Module], optimizer: Any | None) -
                     f"the optimizer trains a parameter of shape {tuple(shard.param.shape)} "
                     "that is not in the model's sharded_state_dict()"
                 )
-            for part in parts_of[id(shard.param)]:
-                pieces.extend(_optimizer_pieces(part, shard))
+        pieces.extend(_optimizer_state(optimizer, parts_of))
     return Holding.of(pieces)
 
 
@@ -107,7 +110,16 @@ def misfit_of(model_chunks: Sequence[torch.nn.Module], sizes: Mapping[str, int])
     configs = (getattr(_unwrapped(chunk), "config", None) for chunk in model_chunks)
     config = next((config for config in configs if config is not None), None)
     known = {name: sizes[name] for name in ("tp", "pp", "vpp", "cp", "ep", "etp") if name in sizes}
-    return None if config is None else misfit(config, **known)
+    if config is None:
+        return None
+    tp, ep, etp = (known.get(name, 1) for name in ("tp", "ep", "etp"))
+    release = tuple(int(number) for number in megatron.core.__version__.split(".")[:2])
+    if getattr(config, "num_moe_experts", None) and ep == 1 and tp % etp and release < FIRST_WITH_SPLIT_EXPERTS:
+        return (
+            f"etp={etp} with ep=1 needs tp to be a multiple of {etp}, not {tp}: "
+            f"megatron-core {megatron.core.__version__} would average gradients of different parts of an expert"
+        )
+    return misfit(config, **known)
 
 
 def let_go(model_chunks: Sequence[torch.nn.Module]) -> None:
@@ -235,6 +247,8 @@ class _Part:
         whole = ((0,) * self.prepended + start, (1,) * self.prepended + shape)
         offset = tuple(o + s for o, s in zip(self.offset, whole[0], strict=True))
         name = str(dtype).removeprefix("torch.")
+        if name not in DTYPE_SIZES_BYTES:
+            raise Unsupported(f"{kind}/{self.key} is kept as {name}, which cannot be moved yet")
         return Box(f"{kind}/{self.key}", name, self.global_shape, offset, whole[1], self.padded)
 
     def accessor(
@@ -264,8 +278,9 @@ def _placed(model_chunks: Sequence[torch.nn.Module]) -> Iterator[_Part]:
         group = getattr(getattr(module, "pg_collection", None), "dp_cp", None)
         if group is not None:
             metadata["dp_cp_group"] = group
-        owners = _Owners(module)
-        for name, entry in _flat(module.sharded_state_dict(metadata=metadata)):
+        entries = list(_flat(module.sharded_state_dict(metadata=metadata)))
+        owners = _Owners(module)  # only now: a router's bias becomes fp32, in new storage, when it is asked for
+        for name, entry in entries:
             yield from _parts_of(name, entry, owners)
 
 
@@ -323,7 +338,8 @@ def _parts_of(name: str, entry: Any, owners: _Owners) -> Iterator[_Part]:
         case ShardedObject(data=data):
             if not _is_empty(data):
                 raise Unsupported(
-                    f"{name} is an object of type {type(data).__name__}, which has no place in a tensor"
+                    f"{name} is an object of type {type(data).__name__}, which has no place in a tensor: "
+                    "it belongs to one rank of one layout and cannot be split (such as the scales of FP8)"
                 )
         case LocalNonpersistentObject() | None:
             pass
@@ -491,36 +507,42 @@ def _shards_of_distributed(leaf: Any) -> Iterator[_Shard]:
         for name in ("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
     ):
         raise Unsupported("use_precision_aware_optimizer keeps main parameters inside the optimizer")
-    for param in leaf.model_param_gbuf_map:
-        held = leaf._get_model_param_range_map(param)["param"]
-        index, place = leaf.model_param_group_index_map[param]
-        group = leaf.optimizer.param_groups[index]
+    rows = zip(leaf.optimizer.param_groups, leaf.model_fp32_groups, leaf.model_float16_groups, strict=True)
+    for group, float32, float16 in rows:
+        # the optimizer has fp32 parameters first; Megatron's own index map forgets it where a group has both
+        for place, param in enumerate([*float32, *float16]):
+            held = leaf._get_model_param_range_map(param)["param"]
 
-        def main(leaf: Any = leaf, index: int = index, place: int = place) -> torch.Tensor:
-            found: torch.Tensor = leaf.optimizer.param_groups[index]["params"][place]
-            return found
+            def main(group: dict[str, Any] = group, place: int = place) -> torch.Tensor:
+                found: torch.Tensor = group["params"][place]
+                return found
 
-        if main().numel() != held.end - held.start:
-            raise Unsupported(
-                f"the optimizer keeps {main().numel()} elements for a range of {held.end - held.start}"
-            )
-        has_main = _storage(main()) != _storage(param)
-        yield _Shard(param, held.start, held.end, main, has_main, leaf.optimizer, group)
+            if main().numel() != held.end - held.start:
+                raise Unsupported(
+                    f"the optimizer keeps {main().numel()} elements for a range of {held.end - held.start}"
+                )
+            has_main = _storage(main()) != _storage(param)
+            yield _Shard(param, held.start, held.end, main, has_main, leaf.optimizer, group)
 
 
-def _optimizer_pieces(part: _Part, shard: _Shard) -> Iterator[Piece]:
+def _optimizer_pieces(part: _Part, shard: _Shard) -> Iterator[list[Piece]]:
+    """Yield for each box of a part the pieces of all kinds."""
     if not shard.param.is_contiguous():
         raise Unsupported(f"{part.key} is trained but not contiguous")
-    boxes = list(_boxes_in_range(part, shard.first, shard.last))
-    if not boxes:
-        return
+    kinds = _kinds(part, shard)
+    for start, shape in _boxes_in_range(part, shard.first, shard.last):
+        yield [
+            Piece(part.box(kind, dtype, start, shape), part.accessor(tensor, shard.first, start, shape))
+            for kind, dtype, tensor in kinds
+        ]
+
+
+def _kinds(part: _Part, shard: _Shard) -> list[tuple[str, torch.dtype, Callable[[], torch.Tensor]]]:
+    """Return name, type and accessor of everything the optimizer keeps for a shard."""
     kinds: list[tuple[str, torch.dtype, Callable[[], torch.Tensor]]] = []
     if shard.has_main:
         kinds.append(("main", shard.main().dtype, shard.main))
-    kinds += [(name, dtype, _state_accessor(part.key, shard, name)) for name, dtype in _states(shard)]
-    for kind, dtype, tensor in kinds:
-        for start, shape in boxes:
-            yield Piece(part.box(kind, dtype, start, shape), part.accessor(tensor, shard.first, start, shape))
+    return kinds + [(name, dtype, _state_accessor(part.key, shard, name)) for name, dtype in _states(shard)]
 
 
 def _states(shard: _Shard) -> Iterator[tuple[str, torch.dtype]]:
@@ -611,6 +633,74 @@ def _fresh_state(
         name: make(param.detach(), memory_format=torch.preserve_format) for name in _adam_states(group)
     }
     return {"step": step, **moments}
+
+
+def _optimizer_state(optimizer: Any, parts_of: Mapping[int, Sequence[_Part]]) -> Iterator[Piece]:
+    """Yield the pieces of every shard; those of one buffer together, described by how the buffer is cut."""
+    buffer_of: dict[int, tuple[Any, Any]] = {}
+    for leaf in _leaves(optimizer):
+        if isinstance(leaf, DistributedOptimizer):
+            for buffer in leaf.buffers:
+                buffer_of.update({id(param): (leaf, buffer) for param in buffer.params})
+    by_buffer: dict[int, dict[int, _Shard]] = defaultdict(dict)
+    for shard in _shards(optimizer):
+        if id(shard.param) in buffer_of:
+            by_buffer[id(buffer_of[id(shard.param)][1])][id(shard.param)] = shard
+            continue
+        for part in parts_of[id(shard.param)]:
+            for pieces in _optimizer_pieces(part, shard):
+                yield from pieces
+    for leaf, buffer in {id(buffer): (leaf, buffer) for leaf, buffer in buffer_of.values()}.values():
+        yield from _buffer_pieces(leaf, buffer, by_buffer[id(buffer)], parts_of)
+
+
+def _buffer_pieces(
+    leaf: Any, buffer: Any, shards: Mapping[int, _Shard], parts_of: Mapping[int, Sequence[_Part]]
+) -> Iterator[Piece]:
+    """Yield what this rank's ranges of a buffer hold, in the order of a ``Block``: box by box, kinds within.
+
+    The block is what all ranks of the data parallel group have in common. A rank with no range of the buffer
+    has no kinds to name, and so no piece and no block.
+    """
+    order = sorted(buffer.param_index_map.items(), key=lambda entry: entry[1][0])
+    kinds: set[tuple[tuple[str, torch.dtype], ...]] = set()
+    pieces: list[Piece] = []
+    parts: list[_Part] = []
+    places: list[tuple[int, int]] = []
+    for param, (first, *_, bucket) in order:
+        for part in parts_of.get(id(param), ()):
+            parts.append(part)
+            places.append((bucket, first - buffer.buckets[bucket].offset + part.base))
+            shard = shards.get(id(param))
+            if shard is not None:
+                kinds.add(tuple((kind, dtype) for kind, dtype, _ in _kinds(part, shard)))
+                for row in _optimizer_pieces(part, shard):
+                    pieces.extend(row)
+    if len(kinds) != 1 or not all(map(_is_dense, parts)):
+        yield from pieces
+        return
+    units: dict[tuple[Tensor, ...], int] = {}
+    table: list[tuple[int, Shape, Shape]] = []
+    named = kinds.pop()
+    for part in parts:
+        boxes = [part.box(kind, dtype, (0,) * len(part.shape), part.shape) for kind, dtype in named]
+        unit = tuple(Tensor(box.key, box.dtype, box.global_shape, box.padded) for box in boxes)
+        table.append((units.setdefault(unit, len(units)), boxes[0].offset, boxes[0].shape))
+    numels = tuple(int(bucket.grad_data.numel()) for bucket in buffer.buckets)
+    block = Block(tuple(units), tuple(table), numels, tuple(places), leaf.data_parallel_group.size())
+    follows = (block, leaf.data_parallel_group.rank())
+    for piece in pieces:
+        yield replace(piece, block=follows)
+
+
+def _is_dense(part: _Part) -> bool:
+    """Tell whether a part is one contiguous stretch of its parameter, in C order."""
+    stride = 1
+    for size, step in zip(reversed(part.shape), reversed(part.strides), strict=True):
+        if size > 1 and step != stride:
+            return False
+        stride *= size
+    return True
 
 
 # --- common state ---------------------------------------------------------------------------------

@@ -7,20 +7,30 @@ coordinates that do not depend on the parallelism), applied from memory to memor
 
 from __future__ import annotations
 
-import re
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from resharding.boxes import Box, Shape, overlap, subtract
+from resharding.assign import DROPPABLE, Item, PieceOf, Unplannable, assign, layer_of, natural
+from resharding.boxes import DTYPE_SIZES_BYTES, Box, Shape
+from resharding.listing import Listing
+from resharding.order import Layer, order_of_layers
 
-DROPPABLE = ("rng/",)
-"""Prefixes of keys that need no place in the new world: a stream of random numbers goes with a rank."""
-
-
-class Unplannable(ValueError):  # noqa: N818 - reads as what it is
-    """The new boxes cannot be filled from the old ones; the message names the key and says why."""
-
+__all__ = [
+    "DROPPABLE",
+    "Copy",
+    "Cut",
+    "Fill",
+    "RankPlan",
+    "Totals",
+    "Transfer",
+    "Unplannable",
+    "plan_all",
+    "plan_for",
+    "totals_of",
+]
 
 @dataclass(frozen=True)
 class Cut:
@@ -70,6 +80,10 @@ class RankPlan:
     fills: list[Fill] = field(default_factory=list)
     sends: list[Transfer] = field(default_factory=list)
     recvs: list[Transfer] = field(default_factory=list)
+    source_layers: tuple[int, ...] = ()
+    """of each source piece: when its layer moves, if layers move one by one; see ``order``"""
+    target_layers: tuple[int, ...] = ()
+    """of each target piece"""
 
     @property
     def bytes_local(self) -> int:
@@ -120,29 +134,22 @@ class Totals:
     """by the busiest receiver"""
 
 
-@dataclass(frozen=True)
-class _Item:
-    """One slice of one target piece, and the source piece it comes from; ``source_rank`` is -1 for zeros."""
-
-    source_rank: int
-    source_piece: int
-    target_rank: int
-    target_piece: int
-    offset: Shape
-    shape: Shape
+Boxes = Sequence[Sequence[Box]] | Sequence[Listing]
+"""What every rank holds or needs: all boxes, or a description they follow from (see ``listing.exchange``)."""
 
 
 def plan_for(
-    rank: int, old: Sequence[Sequence[Box]], new: Sequence[Sequence[Box]], hosts: Sequence[str]
+    rank: int, old: Boxes, new: Boxes, hosts: Sequence[str]
 ) -> RankPlan:
     """Return what ``rank`` does so that every element of every new box is written exactly once.
 
     ``old``, ``new`` and ``hosts`` are indexed by rank in the bridge group (the union of the old world's
     members and the joiners): boxes held, boxes needed, name of the host. A joiner's old list is empty, so is
-    a leaver's new list.
+    a leaver's new list. Lists of boxes do for small worlds; with the listings of ``listing.exchange`` a rank of
+    thousands plans in a second.
 
-    What a rank holds it copies locally. What it does not hold comes from one of the replicas that do, on the
-    same host where there is one; among equals from the one that sends least so far. For boxes marked
+    What a rank holds it copies locally. What it does not hold comes from the replicas that do, on the same host
+    where there are any; they share it so that their loads come out even. For boxes marked
     ``padded`` the global shapes of old and new may differ: what lies within both moves, what only the new one
     has becomes zeros.
 
@@ -154,7 +161,7 @@ def plan_for(
 
 
 def plan_all(
-    old: Sequence[Sequence[Box]], new: Sequence[Sequence[Box]], hosts: Sequence[str]
+    old: Boxes, new: Boxes, hosts: Sequence[str]
 ) -> list[RankPlan]:
     """Return ``plan_for`` of every rank, computed once."""
     return _plans(old, new, hosts, only=range(len(old)))
@@ -181,152 +188,95 @@ def _by_peer(transfers: Iterable[Transfer]) -> dict[int, int]:
     return dict(sums)
 
 
-def _plans(
-    old: Sequence[Sequence[Box]], new: Sequence[Sequence[Box]], hosts: Sequence[str], only: Sequence[int]
-) -> list[RankPlan]:
+def _plans(old: Boxes, new: Boxes, hosts: Sequence[str], only: Sequence[int]) -> list[RankPlan]:
     if not len(old) == len(new) == len(hosts):
         raise ValueError(
             f"{len(old)} old, {len(new)} new lists of boxes and {len(hosts)} hosts are not as many"
         )
-    _check(old, new)
-    plans = {rank: RankPlan(rank, len(old)) for rank in only}
-    places = {key: _natural(key) for key in {box.key for boxes in new for box in boxes}}
-    items = list(_assign(old, new, hosts))
-    items.sort(key=lambda item: _order(item, places[new[item.target_rank][item.target_piece].key]))
-    for item in items:
-        target = new[item.target_rank][item.target_piece]
-        part = target.part(item.offset, item.shape)
-        into = Cut(item.target_piece, target.start_of(part), item.shape)
+    before, after = _listings(old), _listings(new)
+    found = assign(before, after, hosts, only)
+    order = order_of_layers(before, after)
+    plans = {
+        rank: RankPlan(
+            rank,
+            len(old),
+            source_layers=_layers(before[rank], order),
+            target_layers=_layers(after[rank], order),
+        )
+        for rank in only
+    }
+    sources = {rank: _bases(before[rank]) for rank in only}
+    targets = {rank: _bases(after[rank]) for rank in only}
+    for item, kind in _ordered(found.items):
+        tensor = item.unit[kind]
+        nbytes = math.prod(item.shape) * DTYPE_SIZES_BYTES[tensor.dtype]
         receiver, sender = plans.get(item.target_rank), plans.get(item.source_rank)
-        if item.source_rank < 0:
-            if receiver:
-                receiver.fills.append(Fill(into, part.nbytes))
-            continue
-        if not (receiver or sender):
-            continue
-        source = old[item.source_rank][item.source_piece]
-        out_of = Cut(item.source_piece, source.start_of(part), item.shape)
-        if item.source_rank == item.target_rank:
-            if receiver:
-                receiver.copies.append(Copy(out_of, into, part.nbytes))
-            continue
-        if sender:
-            sender.sends.append(Transfer(item.target_rank, out_of, part.nbytes))
+        into = out_of = None
         if receiver:
-            receiver.recvs.append(Transfer(item.source_rank, into, part.nbytes))
+            base = targets[item.target_rank][item.target.position]
+            into = _cut(item.target, base + kind, item)
+        if sender:
+            held = _holding(found.held[item.source_rank][item.unit], item)
+            out_of = _cut(held, sources[item.source_rank][held.position] + kind, item)
+        if item.source_rank < 0:
+            if receiver and into:
+                receiver.fills.append(Fill(into, nbytes))
+        elif item.source_rank == item.target_rank:
+            if receiver and into and out_of:
+                receiver.copies.append(Copy(out_of, into, nbytes))
+        else:
+            if sender and out_of:
+                sender.sends.append(Transfer(item.target_rank, out_of, nbytes))
+            if receiver and into:
+                receiver.recvs.append(Transfer(item.source_rank, into, nbytes))
     return [plans[rank] for rank in only]
 
 
-def _check(old: Sequence[Sequence[Box]], new: Sequence[Sequence[Box]]) -> None:
-    """Raise ``Unplannable`` unless both sides agree on each tensor, and every old key has a place."""
-    before, after = _tensors(old, "old"), _tensors(new, "new")
-    for key, box in after.items():
-        source = before.get(key)
-        if source is None:
-            raise Unplannable(f"{key}: the old world holds nothing of it")
-        if source.dtype != box.dtype:
-            raise Unplannable(f"{key}: is {source.dtype} in the old world, {box.dtype} in the new one")
-        flexible = source.padded and box.padded and len(source.global_shape) == len(box.global_shape)
-        if source.global_shape != box.global_shape and not flexible:
-            raise Unplannable(
-                f"{key}: has shape {source.global_shape} in the old world, {box.global_shape} in the new one"
-            )
-    for key in before:
-        if key not in after and not key.startswith(DROPPABLE):
-            raise Unplannable(f"{key}: the new world has no place for it")
+def _listings(side: Boxes) -> list[Listing]:
+    return [boxes if isinstance(boxes, Listing) else Listing.explicit(boxes) for boxes in side]
 
 
-def _tensors(side: Sequence[Sequence[Box]], name: str) -> dict[str, Box]:
-    found: dict[str, Box] = {}
-    for boxes in side:
-        for box in boxes:
-            first = found.setdefault(box.key, box)
-            if first is not box and (first.dtype, first.global_shape, first.padded) != (
-                box.dtype,
-                box.global_shape,
-                box.padded,
-            ):
-                raise Unplannable(
-                    f"{box.key}: ranks of the {name} world disagree, {first.dtype} {first.global_shape} "
-                    f"and {box.dtype} {box.global_shape}"
-                )
-    return found
-
-
-def _assign(
-    old: Sequence[Sequence[Box]], new: Sequence[Sequence[Box]], hosts: Sequence[str]
-) -> Iterator[_Item]:
-    """Choose a source for every element of every target, largest targets first so that loads come out even.
-
-    A target is taken whole from one replica wherever one has it whole. Cutting single large tensors between
-    replicas, and looking up sources by position rather than one by one, belong here once worlds have hundreds
-    of ranks.
-    """
-    holders: dict[str, dict[int, list[tuple[int, Box]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, boxes in enumerate(old):
-        for piece, box in enumerate(boxes):
-            if box.numel:
-                holders[box.key][rank].append((piece, box))
-    sent_bytes = [0] * len(old)
-    targets = [
-        (rank, piece, box) for rank, boxes in enumerate(new) for piece, box in enumerate(boxes) if box.numel
-    ]
-    targets.sort(
-        key=lambda target: (-target[2].nbytes, target[2].key, target[2].offset, target[0], target[1])
-    )
-    for rank, piece, box in targets:
-        sources = holders[box.key]
-        extent = next(iter(sources.values()))[0][1].global_shape if sources else ()
-        missing = [(box.offset, box.shape)]
-        if box.padded and extent != box.global_shape:
-            real = overlap(box.offset, box.shape, (0,) * len(extent), extent)
-            padding = [(box.offset, box.shape)] if real is None else subtract(box.offset, box.shape, *real)
-            for offset, shape in padding:
-                yield _Item(-1, -1, rank, piece, offset, shape)
-            missing = [] if real is None else [real]
-        left = {peer: pieces for peer, pieces in sources.items() if peer != rank}
-        chosen: int | None = rank
-        while missing and chosen is not None:
-            for source_piece, held in sources.get(chosen, ()):
-                rest: list[tuple[Shape, Shape]] = []
-                for offset, shape in missing:
-                    found = overlap(offset, shape, held.offset, held.shape)
-                    if found is None:
-                        rest.append((offset, shape))
-                        continue
-                    yield _Item(chosen, source_piece, rank, piece, *found)
-                    if chosen != rank:
-                        sent_bytes[chosen] += box.part(*found).nbytes
-                    rest.extend(subtract(offset, shape, *found))
-                missing = rest
-            left = {peer: pieces for peer, pieces in left.items() if peer != chosen and _any(pieces, missing)}
-            chosen = min(
-                left,
-                key=lambda peer: (hosts[peer] != hosts[rank], sent_bytes[peer], (peer - rank) % len(old)),
-                default=None,
-            )
-        if missing:
-            offset, shape = missing[0]
-            raise Unplannable(
-                f"{box.key}: no rank of the old world holds the elements at {offset} of shape {shape}"
-            )
-
-
-def _any(pieces: Sequence[tuple[int, Box]], missing: Sequence[tuple[Shape, Shape]]) -> bool:
-    return any(
-        overlap(offset, shape, held.offset, held.shape) is not None
-        for _, held in pieces
-        for offset, shape in missing
+def _layers(listing: Listing, order: Mapping[Layer, int]) -> tuple[int, ...]:
+    return tuple(
+        order[layer_of(tensor.key)]
+        for block, index in listing.entries
+        for unit in block.rows([index]).unit.tolist()
+        for tensor in block.units[unit]
     )
 
 
-def _order(item: _Item, place: tuple[object, ...]) -> tuple[object, ...]:
+def _bases(listing: Listing) -> list[int]:
+    """Return the index of each block's first piece."""
+    counts = (block.num_boxes(index) for block, index in listing.entries)
+    return [0, *itertools.accumulate(counts)]
+
+
+def _cut(piece: PieceOf, base: int, item: Item) -> Cut:
+    start = tuple(i - o for i, o in zip(item.offset, piece.offset, strict=True))
+    return Cut(base + piece.first, start, item.shape)
+
+
+def _holding(pieces: Sequence[PieceOf], item: Item) -> PieceOf:
+    """Return the first piece that an item lies within."""
+    return next(
+        piece
+        for piece in pieces
+        if all(
+            o <= i and i + n <= o + m
+            for o, m, i, n in zip(piece.offset, piece.shape, item.offset, item.shape, strict=True)
+        )
+    )
+
+
+def _ordered(items: Iterable[Item]) -> list[tuple[Item, int]]:
     """Sort by layer, then tensor, then place: the same on every rank, and a layer's state moves together."""
-    return (place, item.offset, item.target_rank, item.target_piece, item.source_rank)
+    rows = [(item, kind) for item in items for kind in range(len(item.unit))]
+    places = {tensor.key: natural(tensor.key) for unit in {item.unit for item, _ in rows} for tensor in unit}
 
+    def order(row: tuple[Item, int]) -> tuple[object, ...]:
+        item, kind = row
+        place = places[item.unit[kind].key]
+        target = item.target
+        return (place, item.offset, item.target_rank, target.position, target.first, item.source_rank)
 
-def _natural(key: str) -> tuple[object, ...]:
-    """Split ``kind/name`` so that names come before kinds and numbers sort as numbers."""
-    kind, _, name = key.rpartition("/")
-    parts = re.split(r"(\d+)", name)
-    return (tuple((part, 0) if i % 2 == 0 else ("", int(part)) for i, part in enumerate(parts)), kind)
+    return sorted(rows, key=order)

@@ -13,6 +13,13 @@ Protocol between ``N`` ranks that run ``execute`` with plans of the same assignm
 No pattern can hang: of all unfinished messages, the one in the lowest slot has been posted by both its ends,
 since all they wait for lies in lower slots. Within a slot, operations are posted in the order of the sending
 rank, so this also holds for a transport that runs them strictly one after the other.
+
+With ``keep=False`` layers move one after the other, in the plan's order and on all ranks alike: slots are
+``(layer, k, (t - s) mod N)``, all of a layer have ended on a rank before it begins with the next, and then the
+layer's sources are given back.
+
+With ``verify``, the digest of everything sent is taken as it is sent, and of everything received as it then lies in
+the state; in slots after all others the senders' digests follow, and each receiver compares.
 """
 
 from __future__ import annotations
@@ -20,20 +27,32 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
 
-from resharding.boxes import Holding, flat_range_boxes
-from resharding.plan import Cut, RankPlan, Transfer
+from resharding.boxes import Box, Holding, flat_range_boxes
+from resharding.coverage import check_coverage
+from resharding.digest import bound, digest
+from resharding.plan import Copy, Cut, Fill, RankPlan, Transfer
 
 ALIGN_BYTES = 16
 """Every slice starts at a multiple of this in a message, so that it can be read as its own element type."""
 NUM_BUFFERS = 4
 """Two to send from, two to receive into."""
+
+
+SAMPLE = 8
+"""``verify="sample"`` looks at one in so many slices."""
+
+Verify = Literal["full", "sample", "off"]
+
+
+class Damaged(RuntimeError):  # noqa: N818 - reads as what it is
+    """What arrived is not what was sent; the message names the tensor."""
 
 
 class Work(Protocol):
@@ -102,6 +121,10 @@ class StreamReport:
     """time for local copies"""
     wire_s: float
     """time for everything else"""
+    verify_s: float = 0.0
+    """the part of both that went into digests and comparing"""
+    bytes_verified: int = 0
+    """received or copied, and compared with what was sent"""
 
     @property
     def seconds(self) -> float:
@@ -118,6 +141,8 @@ class _Part:
     last: int
     at: int
     nbytes: int
+    number: int
+    """of the parts between these two ranks"""
 
 
 @dataclass(frozen=True)
@@ -125,37 +150,78 @@ class _Message:
     peer: int
     parts: tuple[_Part, ...]
     nbytes: int
+    digests: tuple[int, int] | None = None
+    """in place of parts: which digests of the pair"""
 
 
-_Slot = tuple[int, int]
+_Slot = tuple[int, int, int]
+_LAST = 2**62
+"""The layer of digests: they come after all others."""
+_DIGEST_BYTES = 8
 
 
 def execute(
-    plan: RankPlan, source: Holding, target: Holding, transport: Transport, staging_bytes: int
+    plan: RankPlan,
+    source: Holding,
+    target: Holding,
+    transport: Transport,
+    staging_bytes: int,
+    *,
+    verify: Verify = "full",
+    keep: bool = True,
+    claim: Callable[[int], object] | None = None,
+    release: Callable[[int], object] | None = None,
 ) -> StreamReport:
     """Write every target piece of this rank, and serve the others; all ranks of the plan call it together.
 
     ``source`` and ``target`` are the holdings the plan was made from. Sources are only read. At most
     ``staging_bytes`` are allocated here, send and receive sides together, on the transport's device; nothing
     else is. ``staging_bytes`` has to be the same on every rank. Slices that are contiguous where they lie
-    skip staging.
+    skip staging. ``verify``, also the same on every rank, compares what arrived with what was sent: all of it, a
+    sample of one slice in ``SAMPLE``, or nothing.
 
-    Raises ``ValueError`` for less staging than 64 bytes, and whatever the transport raises; the target is
-    then undefined and the source untouched. Transfers posted before stay posted, so the transport's group has
-    to be given up.
+    Without ``keep``, the same on every rank once more, layers move one by one, in an order that suits all ranks
+    (see ``order``): ``claim`` is called with the index of a target piece before its layer is written, ``release``
+    with that of a source piece once its last reader, here or elsewhere, has it. If storage is given back there (see
+    ``pages.PageReturner``), a rank holds no more than the larger of its two states, the largest layer and the
+    staging; and from the first release on there is no way back.
+
+    Raises ``ValueError`` for less staging than 64 bytes, and before anything moves ``NotCovered`` if the plan does
+    not write each element of ``target`` exactly once; ``Damaged`` after everything has moved; and whatever the
+    transport raises. The target is then undefined, and the source untouched but for what was released. Transfers
+    posted before stay posted, so the transport's group has to be given up.
     """
     chunk_bytes = staging_bytes // NUM_BUFFERS // ALIGN_BYTES * ALIGN_BYTES
     if chunk_bytes < ALIGN_BYTES:
         raise ValueError(f"staging of {staging_bytes} bytes is less than {NUM_BUFFERS * ALIGN_BYTES}")
     started = time.perf_counter()
+    check_coverage(plan, [piece.box for piece in target.pieces])
+    checks = _Checks(verify)
+    local_s = 0.0
+    layers = _Layers(plan, keep=keep)
     with torch.no_grad():
-        for fill in plan.fills:
-            _slice(target, fill.target).zero_()
-        for copy in plan.copies:
-            _slice(target, copy.target).copy_(_slice(source, copy.source))
-        copied = time.perf_counter()
-        wire = _Wire(plan, source, target, transport, chunk_bytes)
-        wire.run()
+        wire = _Wire(
+            plan, source, target, transport, chunk_bytes=chunk_bytes, checks=checks, layers=layers
+        )
+        for layer in layers.order:
+            copying = time.perf_counter()
+            if claim is not None:
+                for piece in layers.targets[layer]:
+                    claim(piece)
+            for fill in layers.fills[layer]:
+                _slice(target, fill.target).zero_()
+            for copy in layers.copies[layer]:
+                there, here = _slice(target, copy.target), _slice(source, copy.source)
+                there.copy_(here)
+                checks.copied(copy, here, there, target.pieces[copy.target.piece].box)
+            local_s += time.perf_counter() - copying
+            wire.run(layer)
+            if release is not None:
+                for piece in layers.sources[layer]:
+                    release(piece)
+        wire.run(_LAST)
+        wire.compare()
+    checks.raise_if_damaged()
     return StreamReport(
         bytes_moved=plan.bytes_received,
         bytes_sent=plan.bytes_sent,
@@ -163,52 +229,176 @@ def execute(
         staging_bytes=wire.allocated_bytes,
         num_messages=wire.num_messages,
         num_direct=wire.num_direct,
-        local_s=copied - started,
-        wire_s=time.perf_counter() - copied,
+        local_s=local_s,
+        wire_s=time.perf_counter() - started - local_s,
+        verify_s=checks.seconds,
+        bytes_verified=checks.num_bytes,
     )
+
+
+class _Layers:
+    """What belongs to which layer, layers in the order in which they move; with ``keep`` all is one layer."""
+
+    def __init__(self, plan: RankPlan, *, keep: bool) -> None:
+        self._of_source = [0] * len(plan.source_layers) if keep else plan.source_layers
+        self._of_target = [0] * len(plan.target_layers) if keep else plan.target_layers
+        self.fills: dict[int, list[Fill]] = defaultdict(list)
+        self.copies: dict[int, list[Copy]] = defaultdict(list)
+        self.sources: dict[int, list[int]] = defaultdict(list)
+        self.targets: dict[int, list[int]] = defaultdict(list)
+        for fill in plan.fills:
+            self.fills[self._of_target[fill.target.piece]].append(fill)
+        for copy in plan.copies:
+            self.copies[self._of_target[copy.target.piece]].append(copy)
+        for layers, found in ((self._of_source, self.sources), (self._of_target, self.targets)):
+            for piece, layer in enumerate(layers):
+                found[layer].append(piece)
+        self.order = sorted({*self._of_source, *self._of_target})
+
+    def of(self, transfer: Transfer, *, is_send: bool) -> int:
+        """Return the layer of a transfer."""
+        return (self._of_source if is_send else self._of_target)[transfer.cut.piece]
+
+
+class _Checks:
+    """Digests of what was sent and what arrived, by peer and in the order of the plan."""
+
+    def __init__(self, verify: Verify) -> None:
+        self._every = {"full": 1, "sample": SAMPLE, "off": 0}[verify]
+        self.seconds = 0.0
+        self.num_bytes = 0
+        self.num_digests: dict[tuple[int, bool], int] = defaultdict(int)
+        self._sent: dict[int, list[int]] = defaultdict(list)
+        self._arrived: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        self._damaged: list[str] = []
+        self._num_copies = 0
+
+    def plan(self, peer: int, parts: Iterable[_Part], *, is_send: bool) -> None:
+        """Note how many digests will go to a peer, or come from it."""
+        if self._every:
+            self.num_digests[peer, is_send] += sum(part.number % self._every == 0 for part in parts)
+
+    def wants(self, part: _Part) -> bool:
+        """Tell whether a part is looked at; both ends say the same."""
+        return bool(self._every) and part.number % self._every == 0
+
+    def sent(self, peer: int, part: _Part, box: Box, data: torch.Tensor) -> None:
+        """Take the digest of what is sent; ``data`` is 1-D uint8."""
+        started = time.perf_counter()
+        self._sent[peer].append(bound(digest(data), box.key, _place(box, part.transfer.cut, part.first)))
+        self.seconds += time.perf_counter() - started
+
+    def arrived(self, peer: int, part: _Part, box: Box, data: torch.Tensor) -> None:
+        """Take the digest of what arrived, as it lies now."""
+        started = time.perf_counter()
+        cut = part.transfer.cut
+        found = bound(digest(data), box.key, _place(box, cut, part.first))
+        self._arrived[peer].append((found, _named(box, cut)))
+        self.num_bytes += part.nbytes
+        self.seconds += time.perf_counter() - started
+
+    def copied(self, copy: Copy, here: torch.Tensor, there: torch.Tensor, box: Box) -> None:
+        """Compare a local copy with what it was copied from, bit for bit."""
+        self._num_copies += 1
+        if not self._every or (self._num_copies - 1) % self._every:
+            return
+        started = time.perf_counter()
+        bits = _BITS[here.element_size()]
+        if not torch.equal(here.view(bits), there.view(bits)):
+            self._damaged.append(f"{_named(box, copy.target)} was not copied as it is")
+        self.num_bytes += copy.nbytes
+        self.seconds += time.perf_counter() - started
+
+    def digests_for(self, peer: int) -> list[int]:
+        """Return what was sent to a peer, in the order in which it arrives there."""
+        return self._sent[peer]
+
+    def compare(self, peer: int, sent: Sequence[int]) -> None:
+        """Compare what arrived from a peer with its digests."""
+        for value, (found, name) in zip(sent, self._arrived[peer], strict=True):
+            if value != found:
+                self._damaged.append(f"{name} did not arrive from rank {peer} as it was sent")
+
+    def raise_if_damaged(self) -> None:
+        """Raise ``Damaged`` for the first difference, with the number of further ones."""
+        if self._damaged:
+            more = f" (and {len(self._damaged) - 1} more)" if len(self._damaged) > 1 else ""
+            raise Damaged(self._damaged[0] + more)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _place(box: Box, cut: Cut, first: int) -> tuple[object, ...]:
+    """Return what both ends call a slice, whatever pieces they have it in."""
+    return (*(o + s for o, s in zip(box.offset, cut.start, strict=True)), cut.shape, first)
+
+
+def _named(box: Box, cut: Cut) -> str:
+    offset = tuple(o + s for o, s in zip(box.offset, cut.start, strict=True))
+    return f"{box.key}: the slice at {offset} of shape {cut.shape}"
 
 
 class _Wire:
     """The slots of one rank, run in order with at most two of them under way."""
 
     def __init__(
-        self, plan: RankPlan, source: Holding, target: Holding, transport: Transport, chunk_bytes: int
+        self,
+        plan: RankPlan,
+        source: Holding,
+        target: Holding,
+        transport: Transport,
+        *,
+        chunk_bytes: int,
+        checks: _Checks,
+        layers: _Layers,
     ) -> None:
         self._rank = plan.rank
         self._source = source
         self._target = target
         self._transport = transport
-        self._sends = _slots(plan, plan.sends, source, chunk_bytes, sign=1)
-        self._recvs = _slots(plan, plan.recvs, target, chunk_bytes, sign=-1)
+        self._checks = checks
+        self._sends = _slots(plan, plan.sends, source, chunk_bytes, layers, sign=1)
+        self._recvs = _slots(plan, plan.recvs, target, chunk_bytes, layers, sign=-1)
+        self.num_messages = len(self._sends) + len(self._recvs)
+        for messages, is_send, sign in ((self._sends, True, 1), (self._recvs, False, -1)):
+            for message in messages.values():
+                checks.plan(message.peer, message.parts, is_send=is_send)
+            for (peer, sends), count in list(checks.num_digests.items()):
+                if sends == is_send:
+                    messages.update(_digest_slots(plan, peer, count, chunk_bytes, sign))
         self._out = self._buffers(self._sends)
         self._in = self._buffers(self._recvs)
         self.allocated_bytes = sum(buffer.numel() for buffer in (*self._out, *self._in))
-        self.num_messages = len(self._sends) + len(self._recvs)
         self.num_direct = 0
+        self._num_sent = self._num_received = 0
+        self._by_layer: dict[int, list[_Slot]] = defaultdict(list)
+        for slot in sorted(self._sends.keys() | self._recvs.keys()):
+            self._by_layer[slot[0]].append(slot)
+        self._digests: dict[int, list[int]] = defaultdict(list)
 
     def _buffers(self, messages: dict[_Slot, _Message]) -> list[torch.Tensor]:
         largest = max((message.nbytes for message in messages.values()), default=0)
         count = min(len(messages), NUM_BUFFERS // 2)
         return [torch.empty(largest, dtype=torch.uint8, device=self._transport.device) for _ in range(count)]
 
-    def run(self) -> None:
-        """Pass every slot."""
-        under_way: deque[tuple[list[Work], _Message | None, torch.Tensor | None]] = deque()
-        num_sent = num_received = 0
-        for slot in sorted(self._sends.keys() | self._recvs.keys()):
+    def run(self, layer: int) -> None:
+        """Pass every slot of a layer."""
+        under_way: deque[tuple[list[Work], _Message | None, torch.Tensor | None, bool]] = deque()
+        for slot in self._by_layer[layer]:
             if len(under_way) == NUM_BUFFERS // 2:
                 self._finish(*under_way.popleft())
             sent, received = self._sends.get(slot), self._recvs.get(slot)
             outgoing = incoming = landing = None
             if sent is not None:
-                outgoing = self._packed(sent, self._out[num_sent % len(self._out)])
-                num_sent += 1
+                outgoing = self._packed(sent, self._out[self._num_sent % len(self._out)])
+                self._num_sent += 1
             if received is not None:
                 landing = self._direct(self._target, received)
                 incoming = landing
                 if landing is None:
-                    incoming = self._in[num_received % len(self._in)][: received.nbytes]
-                num_received += 1
+                    incoming = self._in[self._num_received % len(self._in)][: received.nbytes]
+                self._num_received += 1
             works: list[Work] = []
             sends_first = received is None or self._rank < received.peer
             for is_send in (sends_first, not sends_first):
@@ -216,13 +406,18 @@ class _Wire:
                     works.append(self._transport.isend(outgoing, sent.peer))
                 elif not is_send and received is not None and incoming is not None:
                     works.append(self._transport.irecv(incoming, received.peer))
-            under_way.append((works, received, incoming if landing is None else None))
+            under_way.append((works, received, incoming, landing is not None))
         while under_way:
             self._finish(*under_way.popleft())
 
+    def compare(self) -> None:
+        """Compare what arrived with what was sent, once all digests are here."""
+        for peer, digests in self._digests.items():
+            self._checks.compare(peer, digests)
+
     def _direct(self, holding: Holding, message: _Message) -> torch.Tensor | None:
         """Return the message as bytes of the state's own storage, or ``None`` where they do not lie so."""
-        if len(message.parts) != 1:
+        if len(message.parts) != 1:  # several slices, or digests
             return None
         part = message.parts[0]
         tensor = _slice(holding, part.transfer.cut)
@@ -234,23 +429,50 @@ class _Wire:
 
     def _packed(self, message: _Message, buffer: torch.Tensor) -> torch.Tensor:
         """Return the message's bytes, from the storage itself or gathered into ``buffer``."""
-        direct = self._direct(self._source, message)
-        if direct is not None:
-            return direct
+        if message.digests is not None:
+            return self._packed_digests(message, buffer)
+        data = self._direct(self._source, message)
+        if data is None:
+            data = buffer[: message.nbytes]
+            for part in message.parts:
+                for staged, live in _mapped(buffer, part, self._source):
+                    staged.copy_(live)
         for part in message.parts:
-            for staged, live in _mapped(buffer, part, self._source):
-                staged.copy_(live)
+            if self._checks.wants(part):
+                box = self._source.pieces[part.transfer.cut.piece].box
+                self._checks.sent(message.peer, part, box, data[part.at : part.at + part.nbytes])
+        return data
+
+    def _packed_digests(self, message: _Message, buffer: torch.Tensor) -> torch.Tensor:
+        assert message.digests is not None
+        numbers = self._checks.digests_for(message.peer)[slice(*message.digests)]
+        raw = b"".join(number.to_bytes(_DIGEST_BYTES, "little") for number in numbers)
+        buffer[: message.nbytes].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         return buffer[: message.nbytes]
 
-    def _finish(self, works: list[Work], message: _Message | None, buffer: torch.Tensor | None) -> None:
-        """Wait for a slot, then scatter what arrived in ``buffer`` (``None``: it arrived in place)."""
+    def _finish(
+        self, works: list[Work], message: _Message | None, data: torch.Tensor | None, in_place: bool
+    ) -> None:
+        """Wait for a slot, then scatter what arrived in ``data``, unless it arrived ``in_place``."""
         for work in works:
             work.wait()
-        if message is None or buffer is None:
+        if message is None or data is None:
+            return
+        if message.digests is not None:
+            raw = bytes(data.tolist())
+            numbers = (raw[i : i + _DIGEST_BYTES] for i in range(0, len(raw), _DIGEST_BYTES))
+            self._digests[message.peer].extend(int.from_bytes(number, "little") for number in numbers)
             return
         for part in message.parts:
-            for staged, live in _mapped(buffer, part, self._target):
-                live.copy_(staged)
+            if not in_place:
+                for staged, live in _mapped(data, part, self._target):
+                    live.copy_(staged)
+            if self._checks.wants(part):
+                if not in_place:  # read back what lies in the state now
+                    for staged, live in _mapped(data, part, self._target):
+                        staged.copy_(live)
+                box = self._target.pieces[part.transfer.cut.piece].box
+                self._checks.arrived(message.peer, part, box, data[part.at : part.at + part.nbytes])
 
 
 def _slice(holding: Holding, cut: Cut) -> torch.Tensor:
@@ -289,23 +511,35 @@ def _mapped(
 
 
 def _slots(
-    plan: RankPlan, transfers: Sequence[Transfer], holding: Holding, chunk_bytes: int, sign: int
+    plan: RankPlan,
+    transfers: Sequence[Transfer],
+    holding: Holding,
+    chunk_bytes: int,
+    layers: _Layers,
+    *,
+    sign: int,
 ) -> dict[_Slot, _Message]:
     """Cut the transfers with each peer into messages and give each its slot; ``sign`` is -1 to receive."""
-    by_peer: dict[int, list[Transfer]] = defaultdict(list)
+    by_peer: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
-        by_peer[transfer.peer].append(transfer)
-    return {
-        (index, sign * (peer - plan.rank) % plan.num_ranks): message
-        for peer, pair in by_peer.items()
-        for index, message in enumerate(_messages(peer, pair, holding, chunk_bytes))
-    }
+        by_peer[layers.of(transfer, is_send=sign > 0), transfer.peer].append(transfer)
+    numbers: dict[int, int] = defaultdict(int)
+    slots = {}
+    for layer, peer in sorted(by_peer):
+        messages = _messages(peer, by_peer[layer, peer], holding, chunk_bytes, numbers[peer])
+        for index, message in enumerate(messages):
+            slots[layer, index, sign * (peer - plan.rank) % plan.num_ranks] = message
+            numbers[peer] += len(message.parts)
+    return slots
 
 
 def _messages(
-    peer: int, transfers: Sequence[Transfer], holding: Holding, chunk_bytes: int
+    peer: int, transfers: Sequence[Transfer], holding: Holding, chunk_bytes: int, number: int
 ) -> Iterator[_Message]:
-    """Cut one pair's transfers into messages of at most ``chunk_bytes``, from sizes alone."""
+    """Cut one pair's transfers into messages of at most ``chunk_bytes``, from sizes alone.
+
+    Parts are numbered from ``number`` on.
+    """
     shared: list[_Part] = []
     filled = 0
     for transfer in transfers:
@@ -315,15 +549,28 @@ def _messages(
         if transfer.nbytes * 2 > chunk_bytes:  # large: messages of its own, which may skip staging
             for first in range(0, numel, room):
                 last = min(first + room, numel)
-                yield _message(peer, [_Part(transfer, first, last, 0, (last - first) * itemsize)])
+                yield _message(peer, [_Part(transfer, first, last, 0, (last - first) * itemsize, number)])
+                number += 1
             continue
         if filled + transfer.nbytes > chunk_bytes:
             yield _message(peer, shared)
             shared, filled = [], 0
-        shared.append(_Part(transfer, 0, numel, filled, transfer.nbytes))
+        shared.append(_Part(transfer, 0, numel, filled, transfer.nbytes, number))
+        number += 1
         filled = -(-(filled + transfer.nbytes) // ALIGN_BYTES) * ALIGN_BYTES
     if shared:
         yield _message(peer, shared)
+
+
+def _digest_slots(plan: RankPlan, peer: int, count: int, chunk_bytes: int, sign: int) -> dict[_Slot, _Message]:
+    """Return the messages with the digests of one pair, in slots after all others."""
+    room = chunk_bytes // _DIGEST_BYTES
+    found = {}
+    for index, first in enumerate(range(0, count, room)):
+        last = min(first + room, count)
+        slot = (_LAST, index, sign * (peer - plan.rank) % plan.num_ranks)
+        found[slot] = _Message(peer, (), (last - first) * _DIGEST_BYTES, (first, last))
+    return found
 
 
 def _message(peer: int, parts: Sequence[_Part]) -> _Message:

@@ -16,6 +16,7 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
 ``announce``      touch this file when a joiner builds
 """
 
+import atexit
 import gc
 import json
 import os
@@ -149,7 +150,17 @@ def fail_once(real_execute):
     return execute
 
 
+def write_last_resources():
+    """Registered before ``join``, so it runs after everything that ``join`` registers."""
+    record = {
+        "pid": os.getpid(), "groups": len(fence.registered_groups()),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+    }
+    train.append_line(OUT / "exits.jsonl", record)
+
+
 def main():
+    atexit.register(write_last_resources)
     probes = []
     opened = []
     real_join, real_open = liverun.join, train.open_datasets

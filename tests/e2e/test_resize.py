@@ -174,6 +174,15 @@ def test_events_tell_every_phase_of_every_change(elastic_and_static: Any) -> Non
             assert seen == ["proposed", "preparing", "ready", "switching", "active"], f"generation {generation}: {seen}"
 
 
+@pytest.mark.py312
+def test_groups_and_their_threads_are_gone_when_a_script_ends(elastic_and_static: Any) -> None:
+    """A thread of gloo that still runs while the interpreter is torn down can end the process with SIGABRT."""
+    for folder, num_processes in zip(elastic_and_static[:2], (4, 2), strict=True):
+        rows = read_lines(folder / "exits.jsonl")
+        assert len(rows) == num_processes
+        assert all(row["groups"] == 0 and row["threads"] < 10 for row in rows), rows
+
+
 def run_pair(
     launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path,
     *more: str, steps: int, **options: Any,

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from liverun.device import install
@@ -30,7 +42,7 @@ install()
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A small GPT: SwiGLU, grouped queries, rotary positions, RMSNorm."""
+    """A small GPT: SwiGLU, grouped queries, rotary positions, RMSNorm; or a Mamba stack."""
 
     layers: int = 4
     hidden: int = 32
@@ -46,6 +58,23 @@ class Model:
     bucket: int | None = 3000
     frozen: str = ""
     """parameters whose name contains this are not trained"""
+    gated: bool = True
+    learned: bool = False
+    """positions are learned"""
+    mla: bool = False
+    experts: int | None = None
+    expert_ffn: int = 24
+    shared: int | None = None
+    """width of the shared expert"""
+    router_bias: bool = False
+    grouped: bool = False
+    """experts of a rank lie in one tensor"""
+    dense_first: bool = False
+    """the first layer has no experts"""
+    hybrid: str = ""
+    """Mamba: a letter for each layer, M, * (attention) or - (MLP)"""
+    high_padding: bool = False
+    """buckets padded for bus bandwidth"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +83,27 @@ class Split:
     pp: int = 1
     dp: int = 1
     vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 0
+    """0: as tp, Megatron's default"""
+    first: int = 0
+    """layers of the first stage, if stages are uneven"""
+    sequence_parallel: bool = False
 
     @property
     def size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
 
     def __str__(self) -> str:
-        return f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}"
+        text = f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}"
+        text += f"cp{self.cp}" if self.cp > 1 else ""
+        text += f"ep{self.ep}etp{self.expert_tp}" if self.ep > 1 or self.etp else ""
+        return text + (f"first{self.first}" if self.first else "") + ("sp" if self.sequence_parallel else "")
 
 
 @dataclass
@@ -72,14 +115,36 @@ class Rank:
 
 
 def config_of(model: Model, split: Split) -> TransformerConfig:
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.mla else TransformerConfig
+    options: dict[str, Any] = {}
+    if model.experts:
+        options |= {
+            "num_moe_experts": model.experts, "moe_ffn_hidden_size": model.expert_ffn, "moe_router_topk": 2,
+            "moe_shared_expert_intermediate_size": model.shared, "expert_model_parallel_size": split.ep,
+            "expert_tensor_parallel_size": split.expert_tp, "moe_grouped_gemm": model.grouped,
+            "moe_use_legacy_grouped_gemm": model.grouped, "moe_token_dispatcher_type": "alltoall",
+            "moe_router_enable_expert_bias": model.router_bias,
+            "moe_router_score_function": "sigmoid" if model.router_bias else "softmax",
+            "moe_router_load_balancing_type": "none",
+            "moe_layer_freq": [0] + [1] * (model.layers - 1) if model.dense_first else 1,
+        }  # fmt: skip
+    if model.mla:
+        options |= {
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8,
+            "rope_type": "rope",
+        }  # fmt: skip
+    if model.hybrid:
+        options |= {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 4, "is_hybrid_model": True}
+    if split.first:
+        options["num_layers_in_first_pipeline_stage"] = split.first
+    return kind(
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
         num_query_groups=model.groups,
         ffn_hidden_size=model.ffn,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=model.gated,
+        activation_func=torch.nn.functional.silu if model.gated else torch.nn.functional.gelu,
         add_bias_linear=model.bias,
         normalization="RMSNorm",
         attention_dropout=0.0,
@@ -91,38 +156,167 @@ def config_of(model: Model, split: Split) -> TransformerConfig:
         tensor_model_parallel_size=split.tp,
         pipeline_model_parallel_size=split.pp,
         virtual_pipeline_model_parallel_size=split.vpp if split.vpp > 1 else None,
+        context_parallel_size=split.cp,
+        sequence_parallel=split.sequence_parallel,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **options,
     )
+
+
+def _gpt(model: Model, config: TransformerConfig, where: dict[str, Any], stage: int, split: Split) -> GPTModel:
+    if model.experts:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=where["vp_stage"]
+        )
+    else:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=model.mla)
+    if model.mla or split.cp > 1:  # the attention kernel has no state, and Megatron's own does neither
+        if not isinstance(multi_latent_attention.TELinear, type):
+            multi_latent_attention.TELinear = type("TELinear", (), {})
+        for layer in getattr(spec, "layer_specs", [spec]):
+            layer.submodules.self_attention.submodules.core_attention = IdentityOp
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=model.vocab,
+        max_sequence_length=model.sequence,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **where),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **where),
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type="learned_absolute" if model.learned else "rope",
+        **({"vp_stage": stage} if split.vpp > 1 else {}),
+    )
+
+
+class _GatedNorm(torch.nn.Module):
+    """What Mamba takes from a package of GPU kernels; only its parameter matters here."""
+
+    def __init__(self, size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """As Megatron's ``ExtendedRMSNorm``."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
+            tp_group=mpu.get_tensor_model_parallel_group(), dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+
+
+def _mamba(model: Model, config: TransformerConfig, where: dict[str, Any]) -> Any:
+    with _stub_modules("triton", "triton.language", "triton.runtime", "triton.runtime.cache"):
+        from megatron.core.models.mamba import MambaModel
+        from megatron.core.ssm import mamba_block, mamba_context_parallel, mamba_layer, mamba_mixer
+        from megatron.core.ssm.mlp_layer import MLPLayer
+
+    mamba_mixer.ExtendedRMSNorm = _GatedNorm
+    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
+    column, row, bda = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear, get_bias_dropout_add
+    gpt = get_gpt_layer_local_spec(normalization="RMSNorm")
+    parts = gpt.submodules
+    mixer = mamba_mixer.MambaMixerSubmodules(in_proj=column, out_proj=row)
+    spec = ModuleSpec(
+        module=mamba_block.MambaStack,
+        submodules=mamba_block.MambaStackSubmodules(
+            mamba_layer=ModuleSpec(
+                module=mamba_layer.MambaLayer,
+                submodules=mamba_layer.MambaLayerSubmodules(
+                    norm=parts.input_layernorm,
+                    mixer=ModuleSpec(module=mamba_mixer.MambaMixer, submodules=mixer),
+                    mamba_bda=bda,
+                ),
+            ),
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=parts.input_layernorm, self_attention=parts.self_attention, self_attn_bda=bda
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=bda
+                ),
+            ),
+        ),
+    )
+    with _without_transformer_engine():
+        return MambaModel(
+            config, spec, vocab_size=model.vocab, max_sequence_length=model.sequence,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **where),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **where),
+            hybrid_override_pattern=model.hybrid, share_embeddings_and_output_weights=model.tied,
+        )  # fmt: skip
+
+
+@contextmanager
+def _stub_modules(*names: str) -> Iterator[None]:
+    """Let modules be imported that name packages of GPU kernels, which are not here and are not called."""
+    missing = [name for name in names if name not in sys.modules]
+    sys.modules.update({name: MagicMock() for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            del sys.modules[name]
+
+
+@contextmanager
+def _norms_for_sequence_parallel(config: TransformerConfig) -> Iterator[None]:
+    """Megatron's norms without Transformer Engine refuse sequence parallelism; their parameters are the same."""
+    make = WrappedTorchNorm.__new__
+
+    def made(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        config = copy.copy(config)
+        config.sequence_parallel = False
+        return make(cls, config, *args, **kwargs)
+
+    if config.sequence_parallel:
+        WrappedTorchNorm.__new__ = made
+    try:
+        yield
+    finally:
+        WrappedTorchNorm.__new__ = make
+
+
+@contextmanager
+def _without_transformer_engine() -> Iterator[None]:
+    """Let the Mamba stack end in Megatron's own norm, where it names Transformer Engine's."""
+    from megatron.core.ssm import mamba_block
+
+    named = mamba_block.TENorm
+    mamba_block.TENorm = WrappedTorchNorm
+    try:
+        yield
+    finally:
+        mamba_block.TENorm = named
 
 
 def build(model: Model, split: Split) -> tuple[list[Any], Any]:
     """Build chunks and optimizer for the rank that is initialised here, as a training script would."""
     model_parallel_cuda_manual_seed(123)
+    if model.grouped:
+        experts.gg.assert_grouped_gemm_is_available = lambda: None  # the kernels are for the forward pass
     config = config_of(model, split)
     chunks = []
     for stage in range(split.vpp):
         where = {"vp_stage": stage if split.vpp > 1 else None}
-        module = GPTModel(
-            config,
-            get_gpt_layer_local_spec(normalization="RMSNorm"),
-            vocab_size=model.vocab,
-            max_sequence_length=model.sequence,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **where),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **where),
-            share_embeddings_and_output_weights=model.tied,
-            position_embedding_type="rope",
-            **({"vp_stage": stage} if split.vpp > 1 else {}),
-        ).to(model.dtype)
+        with _norms_for_sequence_parallel(config):
+            module = _mamba(model, config, where) if model.hybrid else _gpt(model, config, where, stage, split)
+        module = module.to(model.dtype) if not model.hybrid else module
         for name, param in module.named_parameters():
             if model.frozen and model.frozen in name:
                 param.requires_grad = False
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=model.distributed, bucket_size=model.bucket, overlap_grad_reduce=True
+            use_distributed_optimizer=model.distributed,
+            bucket_size=model.bucket,
+            overlap_grad_reduce=True,
+            pad_buckets_for_high_nccl_busbw=model.high_padding,
         )
         chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=stage > 0))
     optimizer = get_megatron_optimizer(
@@ -149,13 +343,21 @@ def rank_of(split: Split, rank: int) -> Iterator[dict[str, int]]:
     dist.all_gather_object = _gather_own  # the fake group gives back nothing to unpickle
     try:
         mpu.initialize_model_parallel(
-            split.tp, split.pp, split.vpp if split.vpp > 1 else None, create_gloo_process_groups=False
+            split.tp,
+            split.pp,
+            split.vpp if split.vpp > 1 else None,
+            context_parallel_size=split.cp,
+            expert_model_parallel_size=split.ep,
+            expert_tensor_parallel_size=split.etp or None,
+            create_gloo_process_groups=False,
         )
         yield {
             "rank": rank,
             "tp": mpu.get_tensor_model_parallel_rank(),
             "pp": mpu.get_pipeline_model_parallel_rank(),
-            "dp": mpu.get_data_parallel_rank(),
+            "dp": mpu.get_data_parallel_rank(with_context_parallel=True),
+            "ep": mpu.get_expert_model_parallel_rank(),
+            "etp": mpu.get_expert_tensor_parallel_rank(),
         }
     finally:
         dist.all_gather_object = gather

@@ -52,6 +52,8 @@ def place() -> dict[str, int]:
         "tp": mpu.get_tensor_model_parallel_rank(),
         "pp": mpu.get_pipeline_model_parallel_rank(),
         "dp": mpu.get_data_parallel_rank(),
+        "ep": 0,
+        "etp": 0,
     }
 
 

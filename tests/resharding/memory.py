@@ -48,13 +48,16 @@ class Network:
                 assert sent.tensor.dtype == received.tensor.dtype == torch.uint8
                 assert sent.tensor.dim() == 1
                 assert sent.tensor.is_contiguous()
-                received.tensor.copy_(sent.tensor)  # raises if sizes differ
                 self.messages.append((source, target, sent.tensor.numel()))
+                self.deliver(sent.tensor, received.tensor)
                 sent.done.set()
                 received.done.set()
         if self.serial:
             mine.wait()
         return mine
+
+    def deliver(self, sent: torch.Tensor, received: torch.Tensor) -> None:
+        received.copy_(sent)  # raises if sizes differ
 
 
 class MemoryTransport:
@@ -97,13 +100,14 @@ def stream_all(
     targets: Sequence[Holding],
     staging_bytes: int,
     network: Network | None = None,
+    **options: Any,
 ) -> list[StreamReport]:
     """Run ``execute`` of every rank at once."""
     shared = network or Network()
     return run_threads(
         [
             lambda rank=rank, plan=plan: execute(
-                plan, sources[rank], targets[rank], MemoryTransport(shared, rank), staging_bytes
+                plan, sources[rank], targets[rank], MemoryTransport(shared, rank), staging_bytes, **options
             )
             for rank, plan in enumerate(plans)
         ]

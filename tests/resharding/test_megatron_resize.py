@@ -60,7 +60,8 @@ def _bridge(ranks: list[Rank], size: int) -> list[Holding]:
 
 def _canonical(ranks: list[Rank]) -> dict[str, torch.Tensor]:
     return oracle.merge_dumps(
-        {"ranks": rank.ranks, "entries": list(oracle._entries(rank.chunks, rank.optimizer))} for rank in ranks
+        {"ranks": rank.ranks, "entries": list(oracle._entries(rank.chunks, rank.optimizer, rank.ranks))}
+        for rank in ranks
     )
 
 

@@ -180,6 +180,22 @@ def test_what_cannot_move_is_refused_by_name(make, words):
         megatron.holding_of([_Odd(make)], None)
 
 
+def test_the_scales_of_fp8_are_refused_before_anything_moves():
+    def make(m):
+        state = ShardedObject("decoder.layers.0.mlp.linear_fc1._extra_state", io.BytesIO(b"scales"), (1,), (0,))
+        return {"w": _sharded("w", m.weight), "decoder.layers.0.mlp.linear_fc1._extra_state": state}
+
+    with pytest.raises(Unsupported, match=r"linear_fc1\._extra_state is an object .* one rank of one layout"):
+        megatron.holding_of([_Odd(make)], None)
+
+
+def test_a_type_that_cannot_be_moved_is_refused_by_name():
+    module = _Odd(lambda m: {"w": _sharded("w", m.weight)})
+    module.weight = torch.nn.Parameter(module.weight.detach().to(torch.complex64), requires_grad=False)
+    with pytest.raises(Unsupported, match="weight/w is kept as complex64"):
+        megatron.holding_of([module], None)
+
+
 def _factory(data, cut):
     def build(key, tensor, _replica, _range):
         return [

@@ -1,0 +1,77 @@
+"""When a store that is carried by one of the job's own nodes may write, and when another may take its place.
+
+Both rules count the same voters, the nodes of the active generation, and both need more than half of them, so of
+two places at most one can write at a time:
+
+* The store asks every voter, again and again, whether it is there. It writes while more than half have answered a
+  question that it *asked* within ``horizon_s``, on its own clock.
+* A survivor brings the store back only when more than half of the voters, itself included, have each answered no
+  question for ``horizon_s`` and the margin, on their own clocks, and have promised to answer none again
+  (:meth:`launcher.store.client.RemoteStore.relocate` with the new term).
+
+An answer is given after its question was asked, so the old store stopped counting such a voter before the voter
+promised, however long an answer was on its way. No clocks are compared; what is assumed is that two clocks run at
+the same rate to within the margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+CLOCK_MARGIN = 0.05
+"""how much two clocks may differ in rate, and then some"""
+
+
+def majority(num_voters: int) -> int:
+    """Return how many of so many are more than half."""
+    return num_voters // 2 + 1
+
+
+class WriteGate:
+    """The ``gate`` of an engine: says why the store may not write now, or ``None``.
+
+    ``heard`` is :attr:`launcher.store.server.StoreServer.heard`; the store's own node is always in sight.
+    """
+
+    def __init__(
+        self, own: str, heard: Mapping[str, float], *, voters: Collection[str], horizon_s: float,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._own = own
+        self._heard = heard
+        self._horizon_s = horizon_s
+        self._clock = clock
+        self._voters = frozenset(voters)
+
+    def set_voters(self, voters: Collection[str]) -> None:
+        """Take the nodes of a new active generation."""
+        self._voters = frozenset(voters)
+
+    def __call__(self) -> str | None:
+        """Return the reason not to write, or ``None``."""
+        if not self._voters:
+            return None
+        now = self._clock()
+        seen = {node for node, at in self._heard.items() if now - at < self._horizon_s} & self._voters
+        seen |= {self._own} & self._voters
+        needed = majority(len(self._voters))
+        if len(seen) >= needed:
+            return None
+        return f"{len(seen)} of {len(self._voters)} nodes in sight within {self._horizon_s:g} s; {needed} are needed"
+
+
+def successor(
+    voters: Collection[str], without_s: Mapping[str, float], *, horizon_s: float
+) -> tuple[str | None, str]:
+    """Return who brings the store back, or ``None``, and why.
+
+    ``without_s`` says for each voter that can be reached, this node included, for how long it has not answered the
+    old store (:attr:`launcher.store.client.RemoteStore.silent_s`). The lowest of them is it.
+    """
+    wait_s = horizon_s * (1 + CLOCK_MARGIN)
+    ready = sorted(node for node in voters if without_s.get(node, 0.0) >= wait_s)
+    needed = majority(len(voters))
+    if len(ready) < needed:
+        say = f"{len(ready)} of {len(voters)} nodes have been without the store for {wait_s:g} s; {needed} are needed"
+        return None, say
+    return ready[0], f"{len(ready)} of {len(voters)} nodes have lost the store; {ready[0]} is the lowest of them"
