@@ -28,7 +28,7 @@ from launcher.process import Reaper, TemplateClient, describe_os_error, sweep
 from launcher.report import failure_lines, read_error
 from launcher.rundir import JobError, JobFolder, JobRecord, fresh_job_id, write_json
 from launcher.status import ended_status
-from launcher.store import EmbeddedStore
+from launcher.store import EmbeddedStore, StoreError
 from launcher.torch_events import TorchEvents, monotonic_events
 
 EXIT_HOPELESS = 93
@@ -70,12 +70,12 @@ def run_agent(options: RunOptions, command: Sequence[str]) -> int:
         folder.close()
 
 
-def unusable(error: OSError | sqlite3.Error, path: Path) -> JobError:
+def unusable(error: OSError | sqlite3.Error | StoreError, path: Path) -> JobError:
     """Say that a run folder cannot be used; exit code 77 where it is not allowed, else 1."""
     errno_ = error.errno if isinstance(error, OSError) else None
     what = describe_os_error(error) if isinstance(error, OSError) else f"{path}: {error}"
     with contextlib.suppress(OSError):
-        if isinstance(error, sqlite3.Error) and shutil.disk_usage(path).free < LEAST_FREE_BYTES:
+        if not isinstance(error, OSError) and shutil.disk_usage(path).free < LEAST_FREE_BYTES:
             what = f"{path}: {os.strerror(errno.ENOSPC)}"  # SQLite calls it an I/O error
     code = 77 if errno_ in (errno.EACCES, errno.EPERM, errno.EROFS) else 1
     return JobError(f"the run folder cannot be used: {what}; choose another place with --run-dir", code)
@@ -117,7 +117,7 @@ class Agent:
             self._folder.write_record(dataclasses.replace(self._record, state="running"))
             (folder.path / "logs" / "template.log").touch(mode=0o600)
             store = EmbeddedStore(folder.path / "store.db", clock=time.monotonic)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, StoreError) as error:
             told = unusable(error, folder.path)
             self._written = False  # one sentence is enough
             self._write("failed", exit_code=told.exit_code)

@@ -48,7 +48,7 @@ from launcher.model import (
 from launcher.pool import Pool
 from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error
 from launcher.status import status_object
-from launcher.store import Store
+from launcher.store import Store, StoreError
 from launcher.streams import line_prefix
 from launcher.torch_events import TorchEvents
 from liverun.layout import Layout
@@ -266,7 +266,7 @@ class Controller:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        self.fail(str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}")
+        self.fail(str(error) if isinstance(error, TemplateError | StoreError) else f"{type(error).__name__}: {error}")
 
     def fail(self, reason: str) -> None:
         """End the job for a reason that no decision knows of; nothing is decided after that."""
