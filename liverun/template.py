@@ -157,9 +157,9 @@ def reset_signals() -> None:
 
 def draw_other_random_numbers() -> None:
     """Seed what would otherwise be the same in every fork, as it is different in every fresh interpreter."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:  # python's own random does so itself; torch starts from a constant in either case
-        numpy.random.seed()
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:  # python's own does so itself; torch starts from a constant in either case
+        numpy_random.seed()
 
 
 def bind_to_cpus_near_gpu(numa: Mapping[str, Any]) -> None:

@@ -187,6 +187,18 @@ def test_a_worker_that_fails_is_torchs_error_and_goes_to_the_callers_error_file(
         assert failed.value.failures[0].exitcode == code
 
 
+def test_the_root_cause_is_what_was_seen_first_even_without_an_error_file(tmp_path: Path) -> None:
+    """Known complaint 11: root cause first."""
+    late = tmp_path / "error.json"
+    late.write_text('{"message": {"message": "peer is gone", "extraInfo": {"py_callstack": "x", "timestamp": "100"}}}')
+    failures = [
+        {"rank": 3, "local_rank": 3, "pid": 1, "exitcode": -11, "error_file": "", "at": 100.2},
+        {"rank": 0, "local_rank": 0, "pid": 2, "exitcode": 1, "error_file": str(late), "at": 100.9},
+    ]
+    error: Any = api._child_failed("name", failures)
+    assert error.get_first_failure()[0] == 3
+
+
 def test_what_workers_print_goes_to_this_process_stdout(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = here / "say.py"
     script.write_text("import os, sys\nprint('creating', os.environ['RANK'])\nprint('warning', file=sys.stderr)\n")

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from launcher_bed import Bed, processes_with, until
 
+from launcher.events import EventLog
+
 
 def with_home(bed: Bed, home: str | None, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a job to its end without a run folder of the test's; with no HOME at all if ``home`` is None."""
@@ -191,6 +193,15 @@ def test_a_disk_that_fills_up_while_a_job_runs_does_not_end_it(bed: Bed, small_d
     assert (bed.folder / "full").read_text() == "28"
     assert "Traceback" not in agent.stderr()
     assert "cannot be written" in agent.stderr()
+
+
+def test_events_that_cannot_be_written_are_said_once() -> None:
+    said: list[str] = []
+    log = EventLog(Path("/dev/full"), time.time, trouble=said.append)
+    for _ in range(3):
+        assert log.write("started", 0, "why", {})["reason"] == "why"
+    log.close()
+    assert said == ["/dev/full cannot be written (No space left on device); events from here on are lost"]
 
 
 @pytest.mark.parametrize(

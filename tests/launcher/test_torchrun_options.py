@@ -199,7 +199,7 @@ def test_run_path_goes_before_no_python_and_a_bad_exit_is_one(bed: Bed) -> None:
 def test_forked_workers_do_not_draw_the_same_random_numbers(bed: Bed) -> None:
     pytest.importorskip("numpy")
     script = bed.script("draw.py", "import random, numpy\nprint(random.random(), numpy.random.rand())\n")
-    agent = bed.launch("--nproc-per-node", "2", script, LIVERUN_PRELOAD="none,numpy")
+    agent = bed.launch("--nproc-per-node", "2", script, LIVERUN_PRELOAD="none,numpy.random")
     assert agent.wait() == 0
     one, two = (line.partition(":")[2].split() for line in agent.stdout().splitlines())
     assert one[0] != two[0]
