@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
 import os
+import shutil
 import signal
+import socket
+import sqlite3
 import sys
 import time
 from collections.abc import Sequence
@@ -17,13 +22,18 @@ from launcher.link import Link
 from launcher.logs import Relay
 from launcher.model import End, JobState, StopAsked
 from launcher.options import RunOptions, count_cpus, omp_threads
+from launcher.outcome import write_outcome
 from launcher.pool import Pool
-from launcher.process import Reaper, TemplateClient, describe_exit, last_lines, sweep
-from launcher.rundir import JobFolder, JobRecord, fresh_job_id, write_json
+from launcher.process import Reaper, TemplateClient, describe_os_error, sweep
+from launcher.report import failure_lines, read_error
+from launcher.rundir import JobError, JobFolder, JobRecord, fresh_job_id, write_json
 from launcher.status import ended_status
-from launcher.store import EmbeddedStore
+from launcher.store import EmbeddedStore, StoreError
+from launcher.torch_events import TorchEvents, monotonic_events
 
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+EXIT_HOPELESS = 93
+LEAST_FREE_BYTES = 256 * 1024
+"""what the journal of a job needs to begin with"""
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """handed on to ranked workers, for the script to act on"""
 FINISH_GRACE_S = 5.0
@@ -32,8 +42,13 @@ FINISH_GRACE_S = 5.0
 
 def say(sentence: str) -> None:
     """Tell the user, on stderr."""
+    tell(f"liverun: {sentence}\n")
+
+
+def tell(text: str) -> None:
+    """Write to stderr."""
     try:
-        sys.stderr.write(f"liverun: {sentence}\n")
+        sys.stderr.write(text)
         sys.stderr.flush()
     except (OSError, ValueError):
         pass  # a closed terminal must not end the job
@@ -42,7 +57,10 @@ def say(sentence: str) -> None:
 def run_agent(options: RunOptions, command: Sequence[str]) -> int:
     """Run a job to its end; the exit code. Raises ``JobError`` if it cannot be started."""
     job = options.job or fresh_job_id()
-    folder = JobFolder.create(options.root, job, os.geteuid())
+    try:
+        folder = JobFolder.create(options.root, job, os.geteuid())
+    except OSError as error:
+        raise unusable(error, options.root) from None
     try:
         return asyncio.run(Agent(options, command, job, folder).run())
     finally:
@@ -50,6 +68,17 @@ def run_agent(options: RunOptions, command: Sequence[str]) -> int:
         if left:
             say(f"processes {left} could not be killed")
         folder.close()
+
+
+def unusable(error: OSError | sqlite3.Error | StoreError, path: Path) -> JobError:
+    """Say that a run folder cannot be used; exit code 77 where it is not allowed, else 1."""
+    errno_ = error.errno if isinstance(error, OSError) else None
+    what = describe_os_error(error) if isinstance(error, OSError) else f"{path}: {error}"
+    with contextlib.suppress(OSError):
+        if not isinstance(error, OSError) and shutil.disk_usage(path).free < LEAST_FREE_BYTES:
+            what = f"{path}: {os.strerror(errno.ENOSPC)}"  # SQLite calls it an I/O error
+    code = 77 if errno_ in (errno.EACCES, errno.EPERM, errno.EROFS) else 1
+    return JobError(f"the run folder cannot be used: {what}; choose another place with --run-dir", code)
 
 
 class Agent:
@@ -65,7 +94,7 @@ class Agent:
             id=job, pid=os.getpid(), uid=os.geteuid(), state="starting", started=rfc3339(time.time()),
             command=list(command), socket=str(folder.socket_path),
         )  # fmt: skip
-        self._events = EventLog(folder.path / "events.jsonl", time.time)
+        self._written = True
 
     async def run(self) -> int:
         """Run the job; the exit code."""
@@ -73,16 +102,26 @@ class Agent:
         loop = asyncio.get_running_loop()
         reaper = Reaper()
         reaper.start()
-        for number in (*ENDING_SIGNALS, *FORWARDED_SIGNALS):
+        for number in {*options.signals, *FORWARDED_SIGNALS}:
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         threads = omp_threads(options.environ, options.nproc + options.standbys, count_cpus())
-        template_environ = {**options.environ, "LIVERUN_PRELOAD": options.preload}
+        forks = not options.fresh and options.mode != "program"
+        template_environ = {**options.environ, "LIVERUN_PRELOAD": options.preload or ("" if forks else "none")}
         if threads is not None:
             template_environ["OMP_NUM_THREADS"] = str(threads)  # read once, when torch is loaded
         template = TemplateClient(
             reaper, job=self._job, environ=template_environ, log=folder.path / "logs" / "template.log"
         )
-        store = EmbeddedStore(folder.path / "store.db", clock=time.monotonic)
+        try:
+            self._events = EventLog(folder.path / "events.jsonl", time.time, trouble=say)
+            self._folder.write_record(dataclasses.replace(self._record, state="running"))
+            (folder.path / "logs" / "template.log").touch(mode=0o600)
+            store = EmbeddedStore(folder.path / "store.db", clock=time.monotonic)
+        except (OSError, sqlite3.Error, StoreError) as error:
+            told = unusable(error, folder.path)
+            self._written = False  # one sentence is enough
+            self._write("failed", exit_code=told.exit_code)
+            raise told from None
         relay = Relay(sys.stdout.buffer, sys.stderr.buffer, options.monitor_interval_s, trouble=say)
         state = JobState(
             nproc=options.nproc, standbys=options.standbys, host=options.host, layout=options.layout,
@@ -98,6 +137,8 @@ class Agent:
             tell=controller.tell,
         )  # fmt: skip
         controller.link = link = Link(folder.socket_path, controller, uid=os.geteuid())
+        if options.console_events:
+            controller.torch_events = monotonic_events(options, self._job, tell)
         await link.start()
         self._write("running")
         count = f"{options.nproc} worker" + ("s" if options.nproc > 1 else "")
@@ -127,12 +168,19 @@ class Agent:
         template.close()
         relay.finish()
         code = self._report(end, pool)
+        if controller.torch_events is not None:
+            self._report_to_torch(controller.torch_events, end, pool)
+        write_outcome(options.environ, end, pool)
+        pool.rendezvous.unlink(missing_ok=True)
         store.close()
         state_word = {"finished": "finished", "failed": "failed"}.get(end.outcome, "stopped")
-        write_json(
-            folder.path / "status.json",
-            ended_status(last, state=state_word, reason=end.reason, exit_code=code),
-        )
+        try:
+            write_json(
+                folder.path / "status.json",
+                ended_status(last, state=state_word, reason=end.reason, exit_code=code),
+            )
+        except OSError as error:
+            say(f"the last status cannot be written: {describe_os_error(error)}")
         self._events.close()
         self._write(state_word, exit_code=code)
         return code
@@ -141,7 +189,7 @@ class Agent:
         """Act on what the handlers recorded: the first signal ends the job, a second Ctrl-C at once."""
         while True:
             number = await self._signals.get()
-            if number in FORWARDED_SIGNALS:
+            if number not in self._options.signals:
                 for worker in controller.ranked():
                     pool.signal(worker, number)
                 continue
@@ -187,19 +235,36 @@ class Agent:
             return 0 if number is None else 128 + number
         say(f"job {self._job} failed: {end.reason}")
         if end.worker is not None:
-            path: Path = pool.log_folder(end.worker) / "stderr.log"
-            tail = last_lines(path, 20)
-            how = describe_exit(end.code or 0)
-            say(f"first failure: worker {end.worker}, rank {end.rank}, {how}; its stderr is {path}")
-            if tail:
-                say("the last lines of it:")
-                sys.stderr.write("".join(f"    {line}\n" for line in tail.splitlines()))
-        return 1
+            placed = pool.destinations.of(end.worker)
+            stderr: Path = placed.stderr
+            ended = pool.ended.get(end.worker)
+            for line in failure_lines(
+                end, ended, host=socket.gethostname(), stderr=stderr, error=placed.error
+            ):
+                say(line)
+        return EXIT_HOPELESS if end.hopeless else 1
+
+    def _report_to_torch(self, events: TorchEvents, end: End, pool: Pool) -> None:
+        """Print the events torch prints at the end: one of each worker of the last attempt, one of the agent."""
+        for worker, ended in pool.of_last_attempt():
+            by_itself = ended.code == 0 or worker == end.worker or end.outcome == "finished"
+            state = ("SUCCEEDED" if ended.code == 0 else "FAILED") if by_itself else "TERMINATED"
+            events.worker(
+                state, worker=worker, rank=ended.process.boot_rank or 0, restarts=pool.restarts,
+                pid=ended.process.pid, code=ended.code, error=read_error(pool.destinations.of(worker).error),
+            )  # fmt: skip
+        finished = end.outcome != "stopped"  # torch's agent has succeeded even if a worker has not
+        events.agent("SUCCEEDED" if finished else "FAILED", restarts=pool.restarts, error=None)
 
     def _write(self, state: str, exit_code: int | None = None) -> None:
         ended = rfc3339(time.time()) if exit_code is not None else None
         self._record = dataclasses.replace(self._record, state=state, exit_code=exit_code, ended=ended)
-        self._folder.write_record(self._record)
+        try:
+            self._folder.write_record(self._record)
+        except OSError as error:
+            if self._written:
+                say(f"the job's record cannot be written: {describe_os_error(error)}")
+            self._written = False
 
     def _event(self, kind: str, reason: str, **fields: object) -> None:
         self._events.write(kind, 0, reason, fields)

@@ -11,10 +11,12 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from launcher.abbreviate import AmbiguousError, Flag, expand
 
 COMMANDS = ("run", "resize", "status", "events", "jobs", "stop")
 FROM_AGENT = ("LIVERUN_JOB", "LIVERUN_RUN_DIR", "LIVERUN_LAYOUT")
@@ -65,9 +67,29 @@ def switch(name: str, text: str, *more: str) -> Any:
     return option(name, text, *more, torchrun=True)
 
 
-def torch_option(name: str, text: str, *more: str) -> Any:
+def torch_option(name: str, text: str, *more: str, parser: Callable[[str], Any] | None = None) -> Any:
     """Declare an option of torchrun."""
-    return option(name, text, *more, torchrun=True)
+    return option(name, text, *more, torchrun=True, parser=parser)
+
+
+class RunCommand(TyperCommand):
+    """``liverun run``: options may be cut short, and end where the script begins."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Write cut options in full, then parse as ever."""
+        flags = [
+            Flag(
+                names=tuple(param.opts), takes_value=not getattr(param, "is_flag", False),
+                torchrun=f"PET_{(param.name or '').upper()}" in (param.envvar or ())
+                or param.name in ("logs_specs", "numa_binding"),
+            )
+            for param in self.get_params(ctx) if param.param_type_name == "option"
+        ]  # fmt: skip
+        try:
+            words = expand(args, flags)
+        except AmbiguousError as error:
+            raise typer.BadParameter(str(error), ctx=ctx) from None
+        return super().parse_args(ctx, words)
 
 
 Job = Annotated[
@@ -77,21 +99,15 @@ RunDir = Annotated[str | None, option("--run-dir", "folder in which jobs keep th
 AsJson = Annotated[bool, option("--json", "print JSON on stdout")]
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
 def run(  # noqa: PLR0917  (typer reads options from the signature)
     script: Annotated[str, typer.Argument(help="script, module (-m) or program (--no-python)")],
     args: Annotated[list[str] | None, typer.Argument(help="its arguments, passed on untouched")] = None,
     nnodes: Annotated[str, torch_option("--nnodes", "number of nodes, N or MIN:MAX")] = "1:1",
     nproc_per_node: Annotated[
-        str, torch_option("--nproc-per-node", "ranked workers per node: a number, auto, cpu or gpu")
+        str, torch_option("--nproc-per-node", "ranked workers per node: a number, auto, cpu, gpu or xpu")
     ] = "1",
-    standbys: Annotated[
-        int,
-        option(
-            "--standbys",
-            "further workers that wait for a rank",
-        ),
-    ] = 0,
+    standbys: Annotated[int, option("--standbys", "further workers that wait for a rank")] = 0,
     layout: Annotated[str | None, option("--layout", "first layout, like tp=2,pp=1")] = None,
     job: Annotated[str | None, option("--job", "id of the job; unique if left out")] = None,
     run_dir: RunDir = None,
@@ -103,96 +119,105 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         ),
     ] = "",
     max_restarts: Annotated[
-        int, torch_option("--max-restarts", "restarts of the whole world after a failure")
+        int, torch_option("--max-restarts", "restarts of the whole world after a failure", parser=whole_number)
     ] = 0,
     shutdown_timeout: Annotated[
-        float, torch_option("--shutdown-timeout", "seconds between asking workers to end and SIGKILL")
-    ] = 30.0,
+        float | None,
+        torch_option("--shutdown-timeout", "seconds between asking workers to end and SIGKILL; 30", parser=seconds),
+    ] = None,
     monitor_interval: Annotated[
-        float, torch_option("--monitor-interval", "seconds between looks at the logs")
-    ] = 0.05,
+        float, torch_option("--monitor-interval", "seconds between looks at the logs", parser=seconds)
+    ] = 0.1,
     log_dir: Annotated[
-        str | None, torch_option("--log-dir", "where logs go, instead of the run folder")
+        str | None,
+        torch_option("--log-dir", "where redirected and teed streams go, instead of the run folder"),
     ] = None,
     module: Annotated[bool, switch("--module", "run a module, as python -m does", "-m")] = False,
     no_python: Annotated[bool, switch("--no-python", "run a program that is not python's")] = False,
+    run_path: Annotated[bool, switch("--run-path", "run the script with runpy.run_path")] = False,
     standalone: Annotated[bool, switch("--standalone", "one node, no rendezvous")] = False,
     master_addr: Annotated[
-        str, torch_option("--master-addr", "address the first world's store listens at")
-    ] = "127.0.0.1",
-    master_port: Annotated[int, torch_option("--master-port", "its port; 0 takes a free one")] = 0,
-    rdzv_backend: Annotated[str, torch_option("--rdzv-backend", "accepted")] = "static",
-    rdzv_endpoint: Annotated[str, torch_option("--rdzv-endpoint", "accepted")] = "",
-    rdzv_id: Annotated[str, torch_option("--rdzv-id", "shown to workers as TORCHELASTIC_RUN_ID")] = "none",
-    rdzv_conf: Annotated[str, torch_option("--rdzv-conf", "ignored")] = "",
-    node_rank: Annotated[int, torch_option("--node-rank", "ignored")] = 0,
-    local_addr: Annotated[str | None, torch_option("--local-addr", "ignored")] = None,
-    start_method: Annotated[str | None, torch_option("--start-method", "ignored")] = None,
-    role: Annotated[str | None, torch_option("--role", "ignored")] = None,
-    redirects: Annotated[str | None, torch_option("--redirects", "ignored", "-r")] = None,
-    tee: Annotated[str | None, torch_option("--tee", "ignored", "-t")] = None,
-    local_ranks_filter: Annotated[str | None, torch_option("--local-ranks-filter", "ignored")] = None,
-    event_log_handler: Annotated[str | None, torch_option("--event-log-handler", "ignored")] = None,
-    logs_specs: Annotated[str | None, torch_option("--logs-specs", "ignored")] = None,
-    numa_binding: Annotated[str | None, torch_option("--numa-binding", "ignored")] = None,
-    signals_to_handle: Annotated[str | None, torch_option("--signals-to-handle", "ignored")] = None,
-    run_path: Annotated[bool, switch("--run-path", "ignored")] = False,
-    virtual_local_rank: Annotated[bool, switch("--virtual-local-rank", "ignored")] = False,
+        str | None, torch_option("--master-addr", "address the first world's store listens at; 127.0.0.1")
+    ] = None,
+    master_port: Annotated[
+        int | None, torch_option("--master-port", "its port; a free one if left out, or 0", parser=whole_number)
+    ] = None,
+    rdzv_backend: Annotated[
+        str, torch_option("--rdzv-backend", "static or c10d; the same on one node")
+    ] = "static",
+    rdzv_endpoint: Annotated[
+        str, torch_option("--rdzv-endpoint", "HOST:PORT; with static, where the first world's store listens")
+    ] = "",
+    rdzv_id: Annotated[
+        str, torch_option("--rdzv-id", "shown to workers as TORCHELASTIC_RUN_ID; the job's id if left out")
+    ] = "none",
+    rdzv_conf: Annotated[str, torch_option("--rdzv-conf", "KEY=VALUE,KEY=VALUE; nothing on one node")] = "",
+    node_rank: Annotated[int, torch_option("--node-rank", "nothing on one node", parser=whole_number)] = 0,
+    local_addr: Annotated[
+        str | None, torch_option("--local-addr", "this node's address, if no --master-addr is given")
+    ] = None,
+    start_method: Annotated[
+        str | None,
+        torch_option("--start-method", "spawn: a new interpreter for each worker; else they are forked"),
+    ] = None,
+    role: Annotated[str, torch_option("--role", "name of the workers' role")] = "default",
+    redirects: Annotated[
+        str,
+        torch_option(
+            "--redirects", "keep off the console: 1 stdout, 2 stderr, 3 both, or RANK:N,RANK:N", "-r"
+        ),
+    ] = "0",
+    tee: Annotated[
+        str, torch_option("--tee", "into log files and on the console, prefixed; like --redirects", "-t")
+    ] = "0",
+    local_ranks_filter: Annotated[
+        str, torch_option("--local-ranks-filter", "show only these local ranks on the console: 0,1,2")
+    ] = "",
+    duplicate_stdout_filters: Annotated[
+        str,
+        torch_option("--duplicate-stdout-filters", "copy teed lines with one of these words to a file"),
+    ] = "",
+    duplicate_stderr_filters: Annotated[
+        str, torch_option("--duplicate-stderr-filters", "the same for stderr; ',,' stands for a comma")
+    ] = "",
+    event_log_handler: Annotated[
+        str, torch_option("--event-log-handler", "console: torch's events on stderr as JSON")
+    ] = "null",
+    logs_specs: Annotated[
+        str | None, option("--logs-specs", "entry point of torchrun.logs_specs that says where logs go")
+    ] = None,
+    numa_binding: Annotated[
+        str | None,
+        option("--numa-binding", "bind to the CPUs near a worker's GPU: node, socket, exclusive, core-complex"),
+    ] = None,
+    signals_to_handle: Annotated[
+        str, torch_option("--signals-to-handle", "signals that end the job; workers are sent them")
+    ] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    virtual_local_rank: Annotated[
+        bool, switch("--virtual-local-rank", "LOCAL_RANK is 0 and CUDA_VISIBLE_DEVICES one device")
+    ] = False,
 ) -> None:
     """Run a script on this node, with workers that can change their world."""
+    words = dict(locals())
     from launcher.agent import run_agent, say
-    from launcher.options import (
-        RunOptions,
-        UsageError,
-        check_job_id,
-        count_cpus,
-        count_gpus,
-        parse_bytes,
-        parse_layout,
-        parse_nnodes,
-        parse_nproc,
-        refuse_if,
-    )
-    from launcher.rundir import JobError, resolve_root
+    from launcher.options import UsageError
+    from launcher.outcome import write_reason
+    from launcher.request import RunWords, read
+    from launcher.rundir import JobError
 
-    ignored = {
-        "--rdzv-conf": rdzv_conf, "--node-rank": node_rank, "--local-addr": local_addr,
-        "--start-method": start_method, "--role": role, "--redirects": redirects, "--tee": tee,
-        "--local-ranks-filter": local_ranks_filter, "--event-log-handler": event_log_handler,
-        "--logs-specs": logs_specs, "--numa-binding": numa_binding, "--signals-to-handle": signals_to_handle,
-        "--run-path": run_path, "--virtual-local-rank": virtual_local_rank,
-        "--rdzv-backend": "" if rdzv_backend in ("static", "c10d") else rdzv_backend,
-        "--rdzv-endpoint": rdzv_endpoint and not standalone,
-    }  # fmt: skip
-    environ = dict(os.environ)
     try:
-        parse_nnodes(nnodes)
-        refuse_if(module and no_python, "--module and --no-python exclude each other")
-        negative = standbys < 0 or max_restarts < 0 or shutdown_timeout < 0
-        refuse_if(negative, "--standbys, --max-restarts and --shutdown-timeout are not below 0")
-        nproc = parse_nproc(nproc_per_node, num_cpus=count_cpus(), num_gpus=count_gpus(environ))
-        first_layout = parse_layout(layout)
-        misfit = first_layout.misfit(nproc) if first_layout is not None else None
-        refuse_if(misfit is not None, misfit or "")
-        options = RunOptions(
-            mode="module" if module else "program" if no_python else "script",
-            argv=(script, *(args or ())), nproc=nproc, standbys=standbys, layout=first_layout,
-            job=check_job_id(job), root=resolve_root(run_dir, environ, os.geteuid()),
-            log_dir=Path(log_dir).absolute() if log_dir else None, staging_bytes=parse_bytes(staging),
-            max_restarts=max_restarts, shutdown_timeout_s=shutdown_timeout, host=master_addr,
-            port=master_port, rdzv_id=rdzv_id, preload=preload,
-            monitor_interval_s=monitor_interval, environ=environ,
-        )  # fmt: skip
+        options, warnings = read(RunWords(**words), dict(os.environ), os.geteuid())
     except UsageError as error:
         say(str(error))
+        write_reason(os.environ, str(error))
         raise SystemExit(2) from None
-    for name, value in ignored.items():
-        if value:
-            say(f"{name} is ignored by this version")
+    for warning in warnings:
+        say(warning)
     try:
         code = run_agent(options, sys.argv)
     except JobError as error:
         say(str(error))
+        write_reason(os.environ, str(error))
         code = error.exit_code
     raise SystemExit(code)
 

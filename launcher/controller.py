@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, assert_never
 
 from launcher.control import Control, Note, Outcome, ResizeRequest, StatusReply, StatusRequest, StopRequest
@@ -18,7 +19,7 @@ from launcher.decide import decide, next_deadline
 from launcher.environment import Endpoint
 from launcher.events import EventLog
 from launcher.link import Link
-from launcher.logs import START, Mark, Relay
+from launcher.logs import Mark, Relay
 from launcher.model import (
     Action,
     Answer,
@@ -45,9 +46,11 @@ from launcher.model import (
     Wished,
 )
 from launcher.pool import Pool
-from launcher.process import Reaper, TemplateClient, TemplateError
+from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error
 from launcher.status import status_object
-from launcher.store import Store
+from launcher.store import Store, StoreError
+from launcher.streams import line_prefix
+from launcher.torch_events import TorchEvents
 from liverun.layout import Layout
 from liverun.messages import Go, Message
 
@@ -112,6 +115,7 @@ class Controller:
         self._tasks: set[asyncio.Task[None]] = set()
         self._shown: set[str] = set()
         self._marks: dict[str, Mark] = {}
+        self.torch_events: TorchEvents | None = None
         self.pool: Pool
         self.link: Link
 
@@ -187,11 +191,21 @@ class Controller:
         await self._boot(port)
 
     async def _boot(self, port: int) -> None:
-        self._boot_store = await self._new_store(port)
+        self._boot_store = await self._new_store(port, used=self.pool.rendezvous)
         self.pool.endpoint = Endpoint(host=self._boot_store.host, port=self._boot_store.port)
+        await self.pool.begin()
+        options, filtered = self.pool.options, self.pool.destinations.filtered
+        for name, words in (("stdout", options.stdout_filters), ("stderr", options.stderr_filters)):
+            if name in filtered:
+                try:
+                    self._relay.copy(name, filtered[name], words)
+                except OSError as error:
+                    self._say(f"lines are not copied: {describe_os_error(error)}")
         for rank in range(self.state.nproc):
             worker = await self.pool.start(rank)
             self._show(worker, rank)
+            if self.torch_events is not None:
+                self.torch_events.worker("START", worker=worker, rank=rank, restarts=self.state.restarts)
 
     async def run(self) -> None:
         """Decide and act until the job ends; goes on recording exits after that, until cancelled."""
@@ -252,7 +266,7 @@ class Controller:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        self.fail(str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}")
+        self.fail(str(error) if isinstance(error, TemplateError | StoreError) else f"{type(error).__name__}: {error}")
 
     def fail(self, reason: str) -> None:
         """End the job for a reason that no decision knows of; nothing is decided after that."""
@@ -277,8 +291,9 @@ class Controller:
                 self.tell(Numbered(generation=number))
                 return
 
-    async def _new_store(self, port: int = 0) -> WorldStore:
-        answer = await self._template.ask({"op": "store", "host": self.state.host, "port": port})
+    async def _new_store(self, port: int = 0, used: Path | None = None) -> WorldStore:
+        request = {"op": "store", "host": self.state.host, "port": port, "used": used and str(used)}
+        answer = await self._template.ask(request)
         store = WorldStore(int(answer["pid"]), self.state.host, int(answer["port"]))
         self._reaper.expect(store.pid, lambda _: None)
         return store
@@ -320,9 +335,17 @@ class Controller:
 
     def _show(self, worker: str, rank: int, *, size: int | None = None) -> None:
         alone = (size or self.state.nproc) == 1
-        prefix = "" if alone else f"[default{rank}]:"
+        options, placed = self.pool.options, self.pool.destinations.of(worker)
+        header = line_prefix(
+            options.prefix_template, role=options.role, rank=rank, local_rank=placed.local_rank
+        )
+        prefix = "" if alone and options.prefix_template is None else header
+        since = self._marks.pop(worker, (placed.sizes["stdout"], placed.sizes["stderr"]))
         self._shown.add(worker)
-        self._relay.follow(worker, self.pool.log_folder(worker), prefix, self._marks.pop(worker, START))
+        self._relay.follow(
+            worker, self.pool.log_folder(worker), prefix, since,
+            shown=placed.shown, teed=placed.teed, tee_prefix=header,
+        )  # fmt: skip
 
     def _record(self, action: Record) -> None:
         event = self._events.write(action.kind, action.generation, action.reason, action.fields)
@@ -353,6 +376,9 @@ class Controller:
             await self.pool.start(None)
 
     async def _restart(self) -> None:
+        for worker in list(self.pool.alive):
+            self.pool.signal(worker, signal.SIGTERM)
+        await self.pool.empty(self.pool.options.shutdown_timeout_s)
         for worker in list(self.pool.alive):
             self.pool.kill(worker)
         await self.pool.empty(30.0)

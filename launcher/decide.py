@@ -49,6 +49,8 @@ from liverun.messages import (
 
 MAX_BARREN = 3
 """standbys in a row that may end before they join, before no more are started"""
+MAX_FRUITLESS = 3
+"""attempts in a row that may end without progress, before the job is given up though restarts are left"""
 NEVER_JOINS = "this script does not call liverun.join(), so its world cannot change while it runs"
 JOIN_PATIENCE_S = 10.0
 """a script that has not joined this long after its start is taken for one that never does"""
@@ -72,7 +74,7 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
                 _said(turn, event.worker, event.message)
         case Exited():
             if event.worker in state.workers:
-                _exited(turn, event.worker, event.code)
+                _exited(turn, event.worker, event.code, under_way=event.under_way)
         case Wished():
             _wished(turn, event.wish)
         case Numbered():
@@ -221,7 +223,7 @@ def _may_still_join(turn: Turn) -> bool:
     return began is None or turn.now < began + JOIN_PATIENCE_S
 
 
-def _exited(turn: Turn, worker: str, code: int) -> None:
+def _exited(turn: Turn, worker: str, code: int, *, under_way: bool) -> None:
     state = turn.state
     world, proposal = state.world, state.proposal
     rank = None
@@ -238,7 +240,7 @@ def _exited(turn: Turn, worker: str, code: int) -> None:
     elif rank is not None and code == 0:
         _rank_done(turn, worker)
     elif rank is not None:
-        _rank_failed(turn, worker, rank, code)
+        _rank_failed(turn, worker, rank, code, under_way=under_way)
     else:
         name, how = turn.name(worker), describe_exit(code)
         known = turn.drop_worker(worker)
@@ -296,7 +298,7 @@ def _rank_done(turn: Turn, worker: str) -> None:
         turn.do(End(outcome="finished", reason=turn.state.reason))
 
 
-def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int) -> None:
+def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int, *, under_way: bool) -> None:
     state = turn.state
     where = f" (rank {rank})" if rank is not None else ""
     reason = f"worker {worker}{where} failed: {describe_exit(code)}"
@@ -306,19 +308,35 @@ def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int) -> None:
         if wish is not None:
             turn.do(Answer(wish=wish.id, ok=False, outcome="failed", reason=reason))
     turn.drop_worker(worker)
-    # a script that joins but never got a world would fail the same way again: no retry before the first step
-    has_run = state.world is not None or not state.standbys_started
-    if state.restarts < state.max_restarts and has_run:
+    lived = state.began is not None and turn.now >= state.began + JOIN_PATIENCE_S
+    joins = state.standbys_started
+    # a job that never ran would fail the same way again (a typo, a missing module): no retry before the first
+    # step. A script that joins has run when it has had a world; another one when it came to its c10d store,
+    # or has lived long enough
+    has_run = state.has_run or (state.world is not None if joins else under_way or lived)
+    best_step = max(state.steps.values(), default=0)
+    progress = best_step > state.best_step if joins else lived
+    fruitless = 0 if progress else state.fruitless + 1
+    left = state.restarts < state.max_restarts
+    hopeless = left and has_run and fruitless >= MAX_FRUITLESS
+    if left and not has_run:
+        reason += "; not restarted, since the job never got as far as its first step"
+    elif hopeless:
+        reason += f"; not restarted, since {fruitless} tries in a row made no progress"
+    elif left:
         reason += f"; restart {state.restarts + 1} of {state.max_restarts}"
         turn.state = JobState(
             nproc=state.nproc, standbys=state.standbys, host=state.host, layout=state.layout, reason=reason,
             max_restarts=state.max_restarts, restarts=state.restarts + 1, last_resize=state.last_resize,
-            stop_patience_s=state.stop_patience_s,
+            stop_patience_s=state.stop_patience_s, has_run=has_run, fruitless=fruitless,
+            best_step=max(state.best_step, best_step),
         )  # fmt: skip
         turn.do(Restart(reason=reason))
         return
     turn.set(phase="ending", proposal=None, queued=None)
-    turn.do(End(outcome="failed", reason=reason, worker=worker, rank=rank, code=code))
+    turn.do(
+        End(outcome="failed", reason=reason, worker=worker, rank=rank, code=code, hopeless=hopeless)
+    )
 
 
 def _stop(turn: Turn, reason: str) -> None:

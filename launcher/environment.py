@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.options import RunOptions
 
-PRIVATE = ("LIVERUN_PRELOAD", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PRIVATE = (
+    "LIVERUN_PRELOAD", "LIVERUN_OUTCOME", "LIVERUN_FUNCTION",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 """not handed on from the launcher's own environment"""
 
 
@@ -32,7 +35,7 @@ def worker_environ(
     restarts: int,
     threads: int | None,
     endpoint: Endpoint,
-    error_file: Path,
+    error_file: Path | None,
 ) -> dict[str, str]:
     """Everything a worker finds in ``os.environ``. A standby has no rank, and is told of none."""
     environ = {name: value for name, value in options.environ.items() if name not in PRIVATE}
@@ -47,7 +50,10 @@ def worker_environ(
         environ["LIVERUN_LAYOUT"] = str(options.layout)
     environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    environ["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+    environ["TORCHELASTIC_ERROR_FILE"] = str(error_file or "")
+    environ["TORCHELASTIC_RUN_ID"] = options.rdzv_id or job
+    if options.virtual_local_rank:
+        environ["CUDA_VISIBLE_DEVICES"] = visible_device(options.environ.get("CUDA_VISIBLE_DEVICES"), slot)
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
     if rank is not None:
@@ -60,10 +66,10 @@ def ranked_environ(options: RunOptions, *, rank: int, restarts: int, endpoint: E
     size = str(options.nproc)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": "0" if options.virtual_local_rank else str(rank),
         "GROUP_RANK": "0",
         "ROLE_RANK": str(rank),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": options.role,
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
         "GROUP_WORLD_SIZE": "1",
@@ -72,7 +78,19 @@ def ranked_environ(options: RunOptions, *, rank: int, restarts: int, endpoint: E
         "MASTER_PORT": str(endpoint.port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-        "TORCHELASTIC_RUN_ID": options.rdzv_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in options.signals),
     }
+
+
+def visible_device(visible: str | None, slot: int) -> str:
+    """Return the one device of a worker under ``--virtual-local-rank``, out of those the launcher sees."""
+    if visible is None:
+        return str(slot)
+    names = visible.split(",")
+    return names[slot].strip() if slot < len(names) else ""
+
+
+def with_local_rank(argv: Iterable[str], local_rank: int) -> list[str]:
+    """Put the local rank for ``${local_rank}`` in arguments: the one macro torchrun has."""
+    return [word.replace("${local_rank}", str(local_rank)) for word in argv]

@@ -18,9 +18,14 @@ def rfc3339(seconds: float) -> str:
 class EventLog:
     """Appends events; a reader sees whole lines only."""
 
-    def __init__(self, path: Path, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, path: Path, wall_clock: Callable[[], float], trouble: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._path = path
         self._file = path.open("ab", buffering=0)
         self._clock = wall_clock
+        self._trouble = trouble
+        self._broken = False
 
     def write(self, kind: str, generation: int, reason: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Append one event; the object written."""
@@ -31,7 +36,12 @@ class EventLog:
             "reason": reason,
             **fields,
         }
-        self._file.write(json.dumps(event).encode() + b"\n")
+        try:
+            self._file.write(json.dumps(event).encode() + b"\n")
+        except OSError as error:  # a full disk must not end the job
+            if not self._broken:
+                self._trouble(f"{self._path} cannot be written ({error.strerror}); events from here on are lost")
+            self._broken = True
         return event
 
     def close(self) -> None:

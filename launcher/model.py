@@ -158,6 +158,12 @@ class JobState:
     """what the launcher was told with --layout"""
     max_restarts: int = 0
     restarts: int = 0
+    has_run: bool = False
+    """an earlier attempt got as far as its first step"""
+    best_step: int = 0
+    """the furthest that an earlier attempt came"""
+    fruitless: int = 0
+    """attempts in a row that came no further than one before them"""
     began: float | None = None
     """when the first worker was started"""
     phase: str = "starting"
@@ -213,6 +219,8 @@ class Exited:
     worker: str
     code: int
     """negative: the signal"""
+    under_way: bool = False
+    """a worker had come to the c10d store of this attempt: a script that does not join had begun to work"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +369,8 @@ class End:
     worker: str | None = None
     rank: int | None = None
     code: int | None = None
+    hopeless: bool = False
+    """another try would end the same way"""
 
 
 Action = Send | Number | OpenStore | CloseStore | Commit | Record | Answer | Fork | Kill | Restart | End

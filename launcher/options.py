@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.streams import NO_STREAMS, StreamChoice
 from liverun.layout import Layout
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DEFAULT_SHUTDOWN_TIMEOUT_S = 30.0
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class UsageError(Exception):
@@ -24,7 +29,7 @@ class RunOptions:
     """Everything the agent of a job needs to know."""
 
     mode: str
-    """``script``, ``module`` or ``program``"""
+    """``script``, ``module``, ``program``, ``path`` (runpy.run_path) or ``function`` (pickled, from Python)"""
     argv: tuple[str, ...]
     nproc: int
     """ranked workers of the first world"""
@@ -46,6 +51,25 @@ class RunOptions:
     monitor_interval_s: float
     environ: Mapping[str, str]
     """the environment workers start from"""
+    role: str = "default"
+    fresh: bool = False
+    """a new interpreter for every worker, instead of a fork of the template"""
+    virtual_local_rank: bool = False
+    numa_binding: str | None = None
+    signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
+    """end the job, and are what workers are sent first"""
+    redirects: StreamChoice = NO_STREAMS
+    tee: StreamChoice = NO_STREAMS
+    local_ranks: frozenset[int] | None = None
+    """only these are shown on the console"""
+    stdout_filters: tuple[str, ...] = ()
+    """teed lines with one of these words are also written to ``filtered_stdout.log``"""
+    stderr_filters: tuple[str, ...] = ()
+    logs_specs: str | None = None
+    """name of an entry point of the group ``torchrun.logs_specs``"""
+    prefix_template: str | None = None
+    console_events: bool = False
+    """torch's events, one JSON object a line, on stderr"""
 
 
 def refuse_if(wrong: bool, sentence: str) -> None:
@@ -66,8 +90,13 @@ def parse_nnodes(text: str) -> None:
         raise UsageError(f"--nnodes {text}: this version runs on one node only; use --nnodes 1")
 
 
-def parse_nproc(text: str, *, num_cpus: int, num_gpus: int) -> int:
-    """Read ``--nproc-per-node``: a number, ``auto``, ``cpu`` or ``gpu``. Raises ``UsageError``."""
+def parse_nproc(
+    text: str, *, num_cpus: int, num_gpus: int, ask_torch: Callable[[str], int] = lambda _: 0
+) -> int:
+    """Read ``--nproc-per-node``: a number, ``auto``, ``cpu``, ``gpu`` or a kind of device that torch knows.
+
+    Raises ``UsageError``.
+    """
     word = text.strip().lower()
     if word == "auto":
         return num_gpus or num_cpus
@@ -77,9 +106,40 @@ def parse_nproc(text: str, *, num_cpus: int, num_gpus: int) -> int:
         if num_gpus == 0:
             raise UsageError("--nproc-per-node gpu: no GPU is visible on this node")
         return num_gpus
-    if not word.isdecimal() or int(word) < 1:
-        raise UsageError(f"--nproc-per-node {text!r} is neither a number of at least 1 nor auto, cpu or gpu")
-    return int(word)
+    if word.isdecimal() and int(word) >= 1:
+        return int(word)
+    if word.isidentifier() and (found := ask_torch(word)):
+        return found
+    raise UsageError(
+        f"--nproc-per-node {text!r} is neither a number of at least 1 nor auto, cpu or gpu"
+        + (f"; torch finds no device called {word} here" if word.isidentifier() else "")
+    )
+
+
+def parse_run_id(text: str) -> str:
+    """Accept an id that can stand in the name of a folder. Raises ``UsageError``."""
+    if "/" in text or "\0" in text or len(text.encode()) > 200:
+        raise UsageError(f"--rdzv-id {text!r}: use up to 200 characters, and no '/'")
+    return text
+
+
+def ask_torch_for_devices(kind: str) -> int:
+    """Count devices of a kind only torch knows (``xpu``, or one of a plug-in), in an interpreter of its own."""
+    code = (
+        "import sys, torch\n"
+        "module = getattr(torch, sys.argv[1], None)\n"
+        "names = ('xpu', 'mps', 'mtia', torch._C._get_privateuse1_backend_name())\n"
+        "there = sys.argv[1] in names and module is not None and module.is_available()\n"
+        "print(module.device_count() if there else 0)\n"
+    )
+    python = os.environ.get("PYTHON_EXEC") or sys.executable
+    try:
+        done = subprocess.run(
+            [python, "-c", code, kind], capture_output=True, text=True, check=True, timeout=120
+        )
+        return int(done.stdout.split()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0
 
 
 def parse_bytes(text: str) -> int:
@@ -107,6 +167,39 @@ def check_job_id(text: str | None) -> str | None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text):
         raise UsageError(f"--job {text!r}: use up to 64 letters, digits, '.', '_' and '-'")
     return text
+
+
+def parse_signals(text: str) -> tuple[list[signal.Signals], list[str]]:
+    """Read ``--signals-to-handle``; the signals, and the names that are none or cannot be handled."""
+    found: list[signal.Signals] = []
+    strange: list[str] = []
+    for word in (part.strip() for part in text.split(",")):
+        number = signal.Signals.__members__.get(word)
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            strange.append(word)
+        else:
+            found.append(number)
+    return found, [word for word in strange if word]
+
+
+def check_rdzv_conf(text: str) -> None:
+    """Accept ``KEY=VALUE,KEY=VALUE``. Raises ``UsageError``."""
+    for pair in text.strip().split(",") if text.strip() else ():
+        key, _, value = pair.partition("=")
+        if not key.strip() or not value.strip():
+            raise UsageError(f"--rdzv-conf {text!r}: write KEY=VALUE,KEY=VALUE")
+
+
+def parse_endpoint(text: str) -> tuple[str, int | None]:
+    """Read ``HOST[:PORT]``, an IPv6 address in brackets or bare. Raises ``UsageError``."""
+    word = text.strip()
+    host, colon, port = word.rpartition(":")
+    if not colon or word.endswith("]"):
+        host, port = word, ""
+    host = host.removeprefix("[").removesuffix("]")
+    if not re.fullmatch(r"[\w.:-]+", host) or (port and (not port.isdecimal() or int(port) > 65535)):
+        raise UsageError(f"--rdzv-endpoint {text!r} is not HOST:PORT")
+    return host, int(port) if port else None
 
 
 def count_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

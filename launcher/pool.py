@@ -7,14 +7,16 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.environment import Endpoint, worker_environ
+from launcher.destinations import Destinations
+from launcher.environment import Endpoint, with_local_rank, worker_environ
 from launcher.model import Exited, Started
 from launcher.options import RunOptions
-from launcher.process import Reaper, TemplateClient, kill_session
+from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error, kill_session
 from launcher.rundir import JobFolder
 
 
@@ -26,6 +28,20 @@ class Process:
     boot_rank: int | None
     slot: int
     """place on this node, kept for life; the lowest that no other worker has"""
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a worker process came to its end, and when."""
+
+    process: Process
+    code: int
+    """negative: the signal"""
+    restarts: int
+    """the attempt it was part of"""
+    at: float
+    """wall clock, for people and for torch's failures"""
 
 
 class Pool:
@@ -41,60 +57,95 @@ class Pool:
         reaper: Reaper,
         threads: int | None,
         tell: Callable[[Started | Exited], None],
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._options = options
+        self.options = options
         self._job = job
         self._folder = folder
         self._template = template
         self._reaper = reaper
         self._threads = threads
         self._tell = tell
+        self._clock = wall_clock
         self._ids = itertools.count()
         self._starts: dict[str, asyncio.Event] = {}
         self._slots: dict[str, int] = {}
+        self._reserved: set[int] = set()
+        """places of workers that are to be started with a rank"""
         self.alive: dict[str, Process] = {}
+        self.ended: dict[str, Ended] = {}
+        self.destinations = Destinations(options, job=job, logs=folder.path / "logs")
+        self.rendezvous = folder.path / "rendezvous"
+        """a file that is there once a worker has come to the present attempt's first c10d store"""
         self.changed = asyncio.Event()
         self.endpoint = Endpoint(host=options.host, port=0)
         self.restarts = 0
 
     def log_folder(self, worker: str) -> Path:
-        """Where a worker's output lies."""
-        if self._options.log_dir is None:
-            return self._folder.log_folder(worker)
-        folder = self._options.log_dir / self._job / worker
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        """Where a worker's output lies, or links to where it lies."""
+        return self._folder.log_folder(worker)
+
+    async def begin(self) -> None:
+        """Make what a new attempt needs on disk. Raises ``TemplateError``."""
+        try:
+            self.rendezvous.unlink(missing_ok=True)
+            self._reserved = set(range(self.options.nproc))
+            await self.destinations.begin(self.restarts, self._template, self._environ_of_rank)
+        except OSError as error:
+            raise TemplateError(f"cannot make a log folder: {describe_os_error(error)}") from None
+
+    def _environ_of_rank(self, rank: int) -> dict[str, str]:
+        return worker_environ(
+            self.options, job=self._job, folder=self._folder.path, socket=self._folder.socket_path,
+            worker=f"w{rank}", slot=rank, rank=rank, restarts=self.restarts, threads=self._threads,
+            endpoint=self.endpoint, error_file=None,
+        )  # fmt: skip
 
     async def start(self, boot_rank: int | None) -> str:
         """Fork one worker; its id. Raises ``TemplateError``."""
         worker = f"w{next(self._ids)}"
-        logs = self.log_folder(worker)
-        slot = next(free for free in itertools.count() if free not in self._slots.values())
+        slot = self._slot(boot_rank)
         self._slots[worker] = slot
+        try:
+            logs = self.destinations.place(worker, slot)
+        except OSError as error:
+            raise TemplateError(f"cannot make log files: {describe_os_error(error)}") from None
         environ = worker_environ(
-            self._options, job=self._job, folder=self._folder.path, socket=self._folder.socket_path,
+            self.options, job=self._job, folder=self._folder.path, socket=self._folder.socket_path,
             worker=worker, slot=slot, rank=boot_rank, restarts=self.restarts, threads=self._threads,
             endpoint=self.endpoint,
-            error_file=logs / "error.json",
+            error_file=logs.error,
         )  # fmt: skip
         self._starts[worker] = asyncio.Event()
         answer = await self._template.ask(
             {
                 "op": "worker",
-                "mode": self._options.mode,
-                "argv": list(self._options.argv),
+                "mode": self.options.mode,
+                "argv": with_local_rank(self.options.argv, slot),
                 "env": environ,
                 "cwd": os.getcwd(),  # noqa: PTH109
-                "stdout": str(logs / "stdout.log"),
-                "stderr": str(logs / "stderr.log"),
+                "stdout": str(logs.stdout),
+                "stderr": str(logs.stderr),
+                "fresh": self.options.fresh,
+                "numa": None
+                if self.options.numa_binding is None
+                else {"mode": self.options.numa_binding, "gpu_index": slot},
             }
         )
         pid = int(answer["pid"])
-        self.alive[worker] = Process(pid, boot_rank, slot)
+        self.alive[worker] = Process(pid, boot_rank, slot, self.restarts)
         self._tell(Started(worker=worker, pid=pid, boot_rank=boot_rank))
         self._starts[worker].set()
         self._reaper.expect(pid, lambda code: self._ended(worker, code))
         return worker
+
+    def _slot(self, boot_rank: int | None) -> int:
+        """Return the place of a worker: its rank for one that starts with one, even if others have ended already."""
+        if boot_rank is not None:
+            self._reserved.discard(boot_rank)
+            return boot_rank
+        taken = {*self._slots.values(), *self._reserved}
+        return next(free for free in itertools.count() if free not in taken)
 
     async def expects(self, worker: str) -> bool:
         """Whether a worker of that id is alive; waits for a start that is under way."""
@@ -105,9 +156,10 @@ class Pool:
 
     def _ended(self, worker: str, code: int) -> None:
         process = self.alive.pop(worker)
+        self.ended[worker] = Ended(process, code, process.restarts, self._clock())
         del self._slots[worker]
         kill_session(process.pid, spare_leader=True)
-        self._tell(Exited(worker=worker, code=code))
+        self._tell(Exited(worker=worker, code=code, under_way=self.rendezvous.exists()))
         self.changed.set()
 
     def signal(self, worker: str, number: signal.Signals) -> None:
@@ -116,12 +168,21 @@ class Pool:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+                os.kill(process.pid, signal.SIGCONT)  # one that is stopped could not act on it
 
     def kill(self, worker: str) -> None:
         """SIGKILL a worker and whatever it has started."""
         process = self.alive.get(worker)
         if process is not None:
             kill_session(process.pid)
+
+    def of_last_attempt(self) -> list[tuple[str, Ended]]:
+        """Return the workers of the present attempt that were started with a rank, in the order of their ends."""
+        return [
+            (worker, ended)
+            for worker, ended in self.ended.items()
+            if ended.process.boot_rank is not None and ended.restarts == self.restarts
+        ]
 
     async def empty(self, timeout_s: float) -> bool:
         """Wait until no worker is alive; false when that takes longer."""

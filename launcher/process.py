@@ -245,6 +245,12 @@ def sweep(timeout_s: float = 10.0) -> list[int]:
     return left
 
 
+def describe_os_error(error: OSError) -> str:
+    """Return ``/there: No space left on device``."""
+    words = error.strerror or str(error)
+    return f"{os.fsdecode(error.filename)}: {words}" if error.filename else words
+
+
 def describe_exit(code: int) -> str:
     """Return ``exit code 7``, or ``killed by SIGKILL``."""
     if code >= 0:

@@ -116,8 +116,12 @@ class JobFolder:
             earlier = next(n for n in range(1, 1_000_000) if not (root / f"{job}.{n}").exists())
             path.rename(root / f"{job}.{earlier}")
         path.mkdir(mode=0o700)
-        (path / "logs").mkdir(mode=0o700)
-        lock_fd = os.open(path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            (path / "logs").mkdir(mode=0o700)
+            lock_fd = os.open(path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         socket_path, socket_folder = path / "agent.sock", None
         if len(os.fsencode(socket_path)) > SOCKET_PATH_LIMIT_BYTES:

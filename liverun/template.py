@@ -5,7 +5,8 @@ so that forking it is safe and takes milliseconds. Over the socket go JSON lines
 
 1. template -> agent ``{"ready": true, "import_s": 3.1}`` once everything is imported.
 2. agent -> template ``{"id": 7, "op": "worker", ...}`` (fields of :class:`WorkerTask`) or
-   ``{"id": 8, "op": "store", "host": "127.0.0.1", "port": 0}``.
+   ``{"id": 8, "op": "store", "host": "127.0.0.1", "port": 0, "used": "/path"}`` or ``{"id": 9, "op": "logs",
+   ...}``, which asks a plug-in of torchrun where logs go.
 3. template -> agent ``{"id": 7, "pid": 4711}``, for a store with its ``port`` too, or ``{"id": 8, "error":
    "..."}``.
 4. agent -> template ``{"op": "end"}``: the template is not needed any more.
@@ -21,33 +22,37 @@ Nothing here imports the launcher: a user's own ``launcher.py`` beside the scrip
 from __future__ import annotations
 
 import argparse
-import builtins
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import importlib
 import importlib.util
 import io
 import json
 import os
-import runpy
 import select
 import signal
 import socket
 import sys
 import time
-import traceback
-import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from liverun.main_module import run_as_main
+
 PRELOAD_ALWAYS = ("torch", "megatron.core", "resharding", "liverun.job")
 """imported when installed, before what the user asks for"""
 PR_SET_PDEATHSIG = 1
 ADOPTION_TIMEOUT_S = 20.0
+ROOT = Path(__file__).resolve().parent.parent
+FRESH_CODE = (
+    "import sys; sys.path[: bool(sys.path) and sys.path[0] == ''] = [{root!r}]; "
+    "from liverun.main_module import run_as_main; del sys.path[0]; run_as_main({mode!r}, sys.argv[1:])"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +60,7 @@ class WorkerTask:
     """What one forked worker is to do."""
 
     mode: str
-    """``script`` (a path), ``module`` (a name, as after ``python -m``) or ``program`` (an executable)"""
+    """``program`` (an executable), or one of :func:`liverun.main_module.run_as_main`"""
     argv: Sequence[str]
     """the script, module or program, then its arguments"""
     env: Mapping[str, str]
@@ -64,6 +69,10 @@ class WorkerTask:
     stdout: str
     """path of the file that standard output is appended to"""
     stderr: str
+    fresh: bool = False
+    """start a new interpreter instead of going on in this one"""
+    numa: Mapping[str, Any] | None = None
+    """``mode`` and ``gpu_index`` for torch's binding to the CPUs near a GPU"""
 
     def run(self, agent_pid: int) -> None:
         """Become the worker. Returns, or raises ``SystemExit``, when the script has ended."""
@@ -74,13 +83,28 @@ class WorkerTask:
         adopt(agent_pid)
         os.chdir(self.cwd)
         reset_signals()
-        if self.mode == "program":
+        if self.numa is not None:
+            bind_to_cpus_near_gpu(self.numa)
+        if self.mode == "program" or self.fresh:
+            command = list(self.argv) if self.mode == "program" else self._command()
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what is ignored stays so in another program
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             try:
-                os.execvpe(self.argv[0], list(self.argv), dict(self.env))  # noqa: S606
+                os.execvpe(command[0], command, dict(self.env))  # noqa: S606
             except OSError as error:
-                sys.stderr.write(f"liverun: cannot start {self.argv[0]}: {error.strerror}\n")
+                sys.stderr.write(f"liverun: cannot start {command[0]}: {error.strerror}\n")
                 sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+        draw_other_random_numbers()
         run_as_main(self.mode, list(self.argv))
+
+    def _command(self) -> list[str]:
+        """Return what runs this task in an interpreter of its own."""
+        python = [os.environ.get("PYTHON_EXEC") or sys.executable, "-u"]
+        if self.mode == "script":
+            return [*python, *self.argv]
+        if self.mode == "module":
+            return [*python, "-m", *self.argv]
+        return [*python, "-c", FRESH_CODE.format(mode=self.mode, root=str(ROOT)), *self.argv]
 
     def _redirect(self) -> None:
         sys.stdout.flush()
@@ -90,10 +114,13 @@ class WorkerTask:
             opened = os.open(path, how, 0o600)
             os.dup2(opened, fd)
             os.close(opened)
-        if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stderr, io.TextIOWrapper):
-            # a file is block-buffered by default: a user would see a step's line minutes late
-            sys.stdout.reconfigure(line_buffering=True)
-            sys.stderr.reconfigure(line_buffering=True)
+        # as python -u has it: a file is block-buffered by default, a user would see a step's line minutes late
+        for name, fd in (("stdout", 1), ("stderr", 2)):
+            old = getattr(sys, name)
+            raw = io.FileIO(fd, "w", closefd=False)
+            new = io.TextIOWrapper(raw, encoding=old.encoding, errors=old.errors, write_through=True)
+            setattr(sys, name, new)
+            setattr(sys, f"__{name}__", new)
 
 
 # --- the child's side ---------------------------------------------------------------------------------------
@@ -128,70 +155,39 @@ def reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def run_as_main(mode: str, argv: list[str]) -> None:
-    """Run a script or module as ``python`` would, report what it raises as ``python`` would, then exit.
+def draw_other_random_numbers() -> None:
+    """Seed what would otherwise be the same in every fork, as it is different in every fresh interpreter."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:  # python's own does so itself; torch starts from a constant in either case
+        numpy_random.seed()
 
-    Raises ``SystemExit`` with the script's exit code; returns for one that ran to its end.
-    """
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
-    vars(main)["__builtins__"] = builtins
+
+def bind_to_cpus_near_gpu(numa: Mapping[str, Any]) -> None:
+    """Bind this process as torch's ``--numa-binding`` does; ends it, with the reason, where that fails."""
+    binding = importlib.import_module("torch.numa.binding")
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(numa["mode"]))
     try:
-        if mode == "module":
-            sys.argv = ["-m", *argv[1:]]
-            sys.path.insert(0, os.getcwd())  # noqa: PTH109  (what python -m does)
-            runpy._run_module_as_main(argv[0])  # type: ignore[attr-defined]
-            return
-        script = argv[0]
-        sys.argv = argv
-        if Path(script).is_dir() or script.endswith((".zip", ".pyz")):
-            runpy.run_path(script, run_name="__main__")
-            return
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        try:
-            with io.open_code(str(Path(script).absolute())) as file:
-                source = file.read()
-        except OSError as error:
-            sys.stderr.write(
-                f"{sys.executable}: can't open file {script!r}: [Errno {error.errno}] {error.strerror}\n"
-            )
-            sys.exit(2)
-        vars(main).update(__file__=script, __spec__=None, __cached__=None, __package__=None)
-        exec(compile(source, script, "exec"), vars(main))  # noqa: S102
-    except SystemExit:
-        raise
-    except BaseException as error:  # noqa: BLE001  (what the interpreter itself does at the top)
-        report_uncaught(error)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+        binding._maybe_apply_numa_binding_to_current_process(
+            gpu_index=numa["gpu_index"], numa_options=options
+        )
+    except Exception as error:  # noqa: BLE001  (whatever torch or the driver raise, the worker cannot start)
+        sys.stderr.write(f"liverun: --numa-binding {numa['mode']}: {type(error).__name__}: {error}\n")
         sys.exit(1)
 
 
-def report_uncaught(error: BaseException) -> None:
-    """Print a traceback without our own frames, and leave the error file that torch's launcher would read."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
-        frames = frames.tb_next
-    error = error.with_traceback(frames)
-    sys.excepthook(type(error), error, frames)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not Path(path).exists():
-        text = "".join(traceback.format_exception(error))
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message}))
+def serve_store(listener: socket.socket, agent_pid: int, used: str | None) -> None:
+    """Be the c10d store of a world. It starts with its first client: a script without one pays nothing.
 
-
-def serve_store(listener: socket.socket, agent_pid: int) -> None:
-    """Be the c10d store of a world. It starts with its first client: a script without one pays nothing."""
+    ``used`` is a file that is made when that client comes: from then on the script is under way.
+    """
     os.setsid()
     adopt(agent_pid)
     reset_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     select.select([listener], [], [])
+    if used is not None:
+        with contextlib.suppress(OSError):
+            Path(used).touch()
     torch_distributed = importlib.import_module("torch.distributed")
     host, port = listener.getsockname()[:2]
     store = torch_distributed.TCPStore(
@@ -210,6 +206,7 @@ class Template:
     def __init__(self, connection: socket.socket, agent_pid: int) -> None:
         self._connection = connection
         self._agent_pid = agent_pid
+        self._logs_specs: Any = None
 
     def serve(self) -> WorkerTask | None:
         """Answer requests. Returns the task in a child that is to be a worker, ``None`` at the end.
@@ -221,13 +218,15 @@ class Template:
             if request["op"] == "end":
                 return None
             if request["op"] == "worker":
-                names = [field.name for field in fields(WorkerTask)]
-                task = WorkerTask(**{name: request[name] for name in names})
+                names = {field.name for field in fields(WorkerTask)}
+                task = WorkerTask(**{name: value for name, value in request.items() if name in names})
                 pid = self._fork()
                 if pid is None:
                     self._connection.close()
                     return task
                 self._say({"id": request["id"], "pid": pid})
+            elif request["op"] == "logs":
+                self._logs(request)
             else:
                 self._store(request)
         raise EOFError
@@ -247,11 +246,32 @@ class Template:
         if pid is None:
             self._connection.close()
             try:
-                serve_store(listener, self._agent_pid)
+                serve_store(listener, self._agent_pid, request.get("used"))
             finally:
                 os._exit(1)
         self._say({"id": request["id"], "pid": pid, "port": listener.getsockname()[1]})
         listener.close()
+
+    def _logs(self, request: dict[str, Any]) -> None:
+        """Ask a ``torchrun.logs_specs`` plug-in where the logs of an attempt go."""
+        try:
+            if self._logs_specs is None:
+                run = importlib.import_module("torch.distributed.run")
+                std = importlib.import_module("torch.distributed.elastic.multiprocessing").Std
+                pick = {
+                    name: {int(rank): std(value) for rank, value in request[name].items()}
+                    for name in ("redirects", "tee")
+                }
+                ranks = request["local_ranks"]
+                self._logs_specs = run._get_logs_specs_class(request["name"])(
+                    log_dir=request["log_dir"], local_ranks_filter=None if ranks is None else set(ranks), **pick
+                )
+            envs = {int(rank): environ for rank, environ in request["envs"].items()}
+            dest = dataclasses.asdict(self._logs_specs.reify(envs))
+        except Exception as error:  # noqa: BLE001  (a plug-in's own failure is told, whatever it is)
+            self._say({"id": request["id"], "error": f"--logs-specs {request['name']}: {error}"})
+            return
+        self._say({"id": request["id"], "dest": dest})
 
     def _fork(self) -> int | None:
         """Fork twice; the pid of the grandchild, or ``None`` in it."""

@@ -103,10 +103,10 @@ def test_options_come_from_the_environment_too_in_torchruns_spelling_as_well(bed
 
 def test_a_script_named_like_a_command_runs_by_run_and_ignored_settings_warn(bed: Bed) -> None:
     bed.script("resize", "print('a script')\n")
-    agent = bed.launch("run", "--tee", "3", "--standalone", "resize", "status")
+    agent = bed.launch("run", "--rdzv-conf", "timeout=3", "--standalone", "resize", "status")
     assert agent.wait() == 0
     assert agent.stdout() == "a script\n"
-    assert "--tee is ignored by this version" in agent.stderr()
+    assert "--rdzv-conf is ignored" in agent.stderr()
 
 
 def test_a_launcher_inside_a_worker_is_a_job_of_its_own(bed: Bed) -> None:
