@@ -171,7 +171,12 @@ def test_a_worker_that_fails_is_torchs_error_and_goes_to_the_callers_error_file(
 ) -> None:
     """Known complaint 10: exit 0 though a child failed. Known complaint 11: no traceback."""
     script = here / "fail.py"
-    script.write_text("import os, signal\nif os.environ['RANK'] == '1': raise ValueError('bad one')\nsignal.pause()\n")
+    script.write_text(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] != '1':\n    open(f'{__file__}{os.environ[\"RANK\"]}', 'w').close()\n    signal.pause()\n"
+        "while not all(os.path.exists(f'{__file__}{rank}') for rank in (0, 2)): time.sleep(0.01)\n"
+        "raise ValueError('bad one')\n"
+    )
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(here / "mine.json"))
     with pytest.raises(errors.ChildFailedError, match="bad one") as failed:
         main(["--nproc-per-node=3", "--log-dir", str(here / "logs"), str(script)])
