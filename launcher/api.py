@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import json
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
+
+from liverun.calls import read_results, write_call
 
 OURS = ("standbys", "layout", "job", "run_dir", "staging", "preload")
 """options that torchrun does not have"""
@@ -114,15 +115,11 @@ class elastic_launch:  # noqa: N801  (torch's name)
         folder = Path(tempfile.mkdtemp(prefix="liverun-call-"))
         try:
             payload = folder / "call"
-            payload.write_bytes(_pickled_call(entrypoint, args))
+            write_call(payload, entrypoint, args)
             environ = {"LIVERUN_FUNCTION": "1"}
             script = [str(payload), str(folder)]
             _launch(getattr(entrypoint, "__qualname__", str(entrypoint)), words, script, environ, signals=signals)
-            return {
-                int(path.name): pickle.loads(path.read_bytes())  # noqa: S301  (written by our own workers)
-                for path in sorted(folder.iterdir(), key=lambda path: path.name)
-                if path.name.isdecimal()
-            }
+            return read_results(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -160,13 +157,6 @@ def _streams(choice: Any) -> str:
     if isinstance(choice, dict):
         return ",".join(f"{rank}:{int(value)}" for rank, value in choice.items()) or "0"
     return str(int(choice))
-
-
-def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    spawn = importlib.import_module("multiprocessing.spawn")
-    data = spawn.get_preparation_data("worker")
-    del data["authkey"]  # a secret of this process
-    return pickle.dumps(data) + pickle.dumps((function, args))
 
 
 def _launch(

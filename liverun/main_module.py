@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib
 import io
 import json
 import os
-import pickle
 import runpy
 import signal
 import sys
@@ -20,12 +18,14 @@ import traceback
 import types
 from pathlib import Path
 
+from liverun.calls import run_call
+
 
 def run_as_main(mode: str, argv: list[str]) -> None:
     """Run what a worker is there for; report what it raises as ``python`` would, then exit.
 
     ``script`` runs a file, ``module`` what ``python -m`` runs, ``path`` a file with ``runpy.run_path`` and
-    nothing added to ``sys.path``, ``function`` what :func:`call_function` says.
+    nothing added to ``sys.path``, ``function`` what :func:`liverun.calls.run_call` says.
 
     Raises ``SystemExit`` with the script's exit code; returns for one that ran to its end.
     """
@@ -34,7 +34,7 @@ def run_as_main(mode: str, argv: list[str]) -> None:
     vars(main)["__builtins__"] = builtins
     try:
         if mode == "function":
-            call_function(*argv)
+            run_call(*argv)
             return
         if mode == "path":
             sys.argv = argv
@@ -69,28 +69,6 @@ def run_as_main(mode: str, argv: list[str]) -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
-
-
-def call_function(payload: str, folder: str) -> None:
-    """Call a pickled function; its result goes, pickled, into a file named like this rank in ``folder``.
-
-    The payload holds what ``multiprocessing`` tells a spawned child about its parent (search path, main
-    module, current folder), then function and arguments.
-    """
-    spawn = importlib.import_module("multiprocessing.spawn")
-    with Path(payload).open("rb") as file:
-        spawn.prepare(pickle.load(file))  # noqa: S301  (written by the process that started this job)
-        function, args = pickle.load(file)  # noqa: S301
-    try:
-        result = function(*args)
-    except SystemExit as error:
-        if error.code not in (0, None):
-            raise
-        result = None
-    path = Path(folder) / os.environ["RANK"]
-    new = path.with_suffix(".new")
-    new.write_bytes(pickle.dumps(result))
-    new.replace(path)
 
 
 def report_uncaught(error: BaseException) -> None:
