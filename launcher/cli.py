@@ -111,7 +111,7 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
     layout: Annotated[str | None, option("--layout", "first layout, like tp=2,pp=1")] = None,
     job: Annotated[str | None, option("--job", "id of the job; unique if left out")] = None,
     run_dir: RunDir = None,
-    staging: Annotated[str, option("--staging", "staging memory of a worker during a resize")] = "512MiB",
+    staging: Annotated[str, option("--staging", "staging memory of a worker during a resize")] = "64MiB",
     preload: Annotated[
         str,
         option(

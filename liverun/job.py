@@ -33,7 +33,7 @@ from liverun.switch import Outcome, Position, switch
 from liverun.world import Training, World
 from resharding import megatron
 
-_DEFAULT_STAGING_BYTES = 512 * 1024 * 1024
+_DEFAULT_STAGING_BYTES = 64 * 1024 * 1024
 
 ChangeCallback = Callable[[World], None]
 

@@ -34,7 +34,7 @@ def test_a_plain_script_sees_torchruns_environment_and_its_own_arguments(bed: Be
             "ROLE_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "r1", "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "LIVERUN_WORKER": f"w{rank}",
-            "LIVERUN_STAGING_BYTES": str(512 * 1024 * 1024),
+            "LIVERUN_STAGING_BYTES": str(64 * 1024 * 1024),
         }  # fmt: skip
         assert {name: seen["env"].get(name) for name in expected} == expected
         assert int(seen["env"]["MASTER_PORT"]) > 0
