@@ -94,11 +94,11 @@ class Hollow(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
             is_copy = not source.is_contiguous()
         if not is_copy:
             return func(*args, **kwargs)
-        made = torch.empty_like(source, dtype=shape.dtype)
-        self._remember(made)
         if source.requires_grad and torch.is_grad_enabled():
             # a copy inside autograd's sight keeps being one: hooks are hung on such graphs
             return func(*args, **kwargs)
+        made = torch.empty_like(source, dtype=shape.dtype)
+        self._remember(made)
         return made
 
     def _remember(self, made: torch.Tensor) -> None:

@@ -212,11 +212,11 @@ def encode_boxes(boxes: Sequence[Box]) -> bytes:
     return zlib.compress(text.encode(), level=3)
 
 
-def decode_boxes(data: bytes) -> list[Box]:
-    """Read a message of ``encode_boxes``; the sender is not trusted.
+def read_message(data: bytes) -> dict[str, Any]:
+    """Unpack a message of version 1 (JSON, zlib); the sender is not trusted.
 
-    Raises ``ValueError`` with one sentence for a message that is too large, is not such a message, or names a
-    box that does not lie within its tensor. Never unpacks more than ``MAX_DECODED_BYTES``.
+    Raises ``ValueError`` with one sentence for a message that is too large or is no such message. Never unpacks more
+    than ``MAX_DECODED_BYTES``.
     """
     if len(data) > MAX_ENCODED_BYTES:
         raise ValueError(f"box list of {len(data)} bytes is larger than {MAX_ENCODED_BYTES}")
@@ -230,6 +230,16 @@ def decode_boxes(data: bytes) -> list[Box]:
         raise ValueError(f"box list cannot be read: {error}") from None
     if not isinstance(message, dict) or message.get("version") != 1:
         raise ValueError("box list is not of version 1")
+    return message
+
+
+def decode_boxes(data: bytes) -> list[Box]:
+    """Read a message of ``encode_boxes``; the sender is not trusted.
+
+    Raises ``ValueError`` with one sentence for a message that is too large, is not such a message, or names a
+    box that does not lie within its tensor. Never unpacks more than ``MAX_DECODED_BYTES``.
+    """
+    message = read_message(data)
     tensors = [read_tensor(row) for row in read_rows(message.get("tensors"), 4)]
     boxes: list[Box] = []
     for index, offset, shape in read_rows(message.get("boxes"), 3):

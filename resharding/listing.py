@@ -24,11 +24,11 @@ import numpy as np
 
 from resharding.boxes import (
     DTYPE_SIZES_BYTES,
-    MAX_DECODED_BYTES,
     MAX_ENCODED_BYTES,
     MAX_EXTENT,
     Box,
     Shape,
+    read_message,
     read_rows,
     read_shape,
     read_tensor,
@@ -302,18 +302,9 @@ def _read_summary(data: bytes, num_sides: int) -> list[list[tuple[bytes, int, in
 
 def read_block(data: bytes) -> Block:
     """Read ``Block.text``; the sender is not trusted. Raises ``ValueError`` as ``decode_boxes`` does."""
-    if len(data) > MAX_ENCODED_BYTES:
-        raise ValueError(f"box list of {len(data)} bytes is larger than {MAX_ENCODED_BYTES}")
-    unpacker = zlib.decompressobj()
-    try:
-        text = unpacker.decompress(data, MAX_DECODED_BYTES)
-        if unpacker.unconsumed_tail or not unpacker.eof:
-            raise ValueError(f"box list is cut short, or unpacks to more than {MAX_DECODED_BYTES} bytes")
-        message = json.loads(text)
-    except (zlib.error, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"box list cannot be read: {error}") from None
-    if not isinstance(message, dict) or message.get("version") != 1 or not isinstance(message.get("units"), list):
-        raise ValueError("box list is not of version 1")
+    message = read_message(data)
+    if not isinstance(message.get("units"), list):
+        raise ValueError("box list is not of version 1")  # noqa: TRY004  (a bad message, whatever is bad about it)
     units = tuple(tuple(Tensor(*read_tensor(row)) for row in read_rows(unit, 4)) for unit in message["units"])
     if len({len(unit) for unit in units}) > 1 or not all(units):
         raise ValueError("box list has units of different kinds")
