@@ -9,23 +9,25 @@ import errno
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from launcher.controller import Controller
+from launcher.entry import Entry
 from launcher.events import EventLog, rfc3339
 from launcher.link import Link
 from launcher.logs import Relay
-from launcher.model import End, JobState, StopAsked
+from launcher.model import End, JobState, NodeLeaving
+from launcher.node import Node
 from launcher.options import RunOptions, count_cpus, omp_threads
+from launcher.orders import Enter, Finish, Report
 from launcher.outcome import write_outcome
 from launcher.pool import Pool
 from launcher.process import Reaper, TemplateClient, describe_os_error, sweep
-from launcher.report import failure_lines, read_error
+from launcher.report import first_failure, read_error
 from launcher.rundir import JobError, JobFolder, JobRecord, fresh_job_id, write_json
 from launcher.status import ended_status
 from launcher.store import EmbeddedStore, StoreError
@@ -55,19 +57,34 @@ def tell(text: str) -> None:
 
 
 def run_agent(options: RunOptions, command: Sequence[str]) -> int:
-    """Run a job to its end; the exit code. Raises ``JobError`` if it cannot be started."""
-    job = options.job or fresh_job_id()
+    """Run a job, or this node's share of it, to its end; the exit code. Raises ``JobError`` if it cannot begin."""
+    with contextlib.ExitStack() as left_open:
+        try:
+            return asyncio.run(_run(options, command, left_open))
+        finally:
+            left = sweep()
+            if left:
+                say(f"processes {left} could not be killed")
+
+
+async def _run(options: RunOptions, command: Sequence[str], left_open: contextlib.ExitStack) -> int:
+    if options.meeting is None:
+        entry = Entry(job=options.job or fresh_job_id(), host=options.host)
+    else:
+        from launcher.entering import enter
+
+        entry = await enter(options, options.meeting, os.geteuid())
+        options = dataclasses.replace(options, host=entry.host)
     try:
-        folder = JobFolder.create(options.root, job, os.geteuid())
+        folder = JobFolder.create(options.root, entry.job, os.geteuid(), shared=options.meeting is not None)
     except OSError as error:
         raise unusable(error, options.root) from None
-    try:
-        return asyncio.run(Agent(options, command, job, folder).run())
-    finally:
-        left = sweep()
-        if left:
-            say(f"processes {left} could not be killed")
-        folder.close()
+    left_open.callback(folder.close)
+    if entry.controller is None:
+        return await Leader(options, command, entry, folder).run()
+    from launcher.member import Member
+
+    return await Member(options, command, entry, folder).run()
 
 
 def unusable(error: OSError | sqlite3.Error | StoreError, path: Path) -> JobError:
@@ -82,22 +99,23 @@ def unusable(error: OSError | sqlite3.Error | StoreError, path: Path) -> JobErro
 
 
 class Agent:
-    """Puts the parts together, waits for the end, and brings it about."""
+    """What every agent has: its node's parts, signals, records, and the way to the end of all that."""
 
-    def __init__(self, options: RunOptions, command: Sequence[str], job: str, folder: JobFolder) -> None:
+    def __init__(self, options: RunOptions, command: Sequence[str], entry: Entry, folder: JobFolder) -> None:
         self._options = options
-        self._job = job
+        self._entry = entry
+        self._job = entry.job
         self._folder = folder
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._received: list[signal.Signals] = []
         self._record = JobRecord(
-            id=job, pid=os.getpid(), uid=os.geteuid(), state="starting", started=rfc3339(time.time()),
+            id=folder.path.name, pid=os.getpid(), uid=os.geteuid(), state="starting", started=rfc3339(time.time()),
             command=list(command), socket=str(folder.socket_path),
         )  # fmt: skip
         self._written = True
 
-    async def run(self) -> int:
-        """Run the job; the exit code."""
+    def _set_up(self) -> None:
+        """Make the parts of this node. Raises ``JobError`` when the run folder is of no use."""
         options, folder = self._options, self._folder
         loop = asyncio.get_running_loop()
         reaper = Reaper()
@@ -109,111 +127,85 @@ class Agent:
         template_environ = {**options.environ, "LIVERUN_PRELOAD": options.preload or ("" if forks else "none")}
         if threads is not None:
             template_environ["OMP_NUM_THREADS"] = str(threads)  # read once, when torch is loaded
-        template = TemplateClient(
+        self._template = TemplateClient(
             reaper, job=self._job, environ=template_environ, log=folder.path / "logs" / "template.log"
         )
         try:
             self._events = EventLog(folder.path / "events.jsonl", time.time, trouble=say)
             self._folder.write_record(dataclasses.replace(self._record, state="running"))
             (folder.path / "logs" / "template.log").touch(mode=0o600)
-            store = EmbeddedStore(folder.path / "store.db", clock=time.monotonic)
+            self._open_store()
         except (OSError, sqlite3.Error, StoreError) as error:
             told = unusable(error, folder.path)
             self._written = False  # one sentence is enough
             self._write("failed", exit_code=told.exit_code)
             raise told from None
-        relay = Relay(sys.stdout.buffer, sys.stderr.buffer, options.monitor_interval_s, trouble=say)
-        state = JobState(
-            nproc=options.nproc, standbys=options.standbys, host=options.host, layout=options.layout,
-            max_restarts=options.max_restarts, stop_patience_s=options.shutdown_timeout_s / 2,
+        self._relay = Relay(sys.stdout.buffer, sys.stderr.buffer, options.monitor_interval_s, trouble=say)
+        self._pool = Pool(
+            options, job=self._job, folder=folder, template=self._template, reaper=reaper, threads=threads,
+            tell=self._reported,
         )  # fmt: skip
-        controller = Controller(
-            state, job=self._job, store=store, template=template, reaper=reaper, events=self._events,
-            relay=relay,
-            say=say,
+        self._node = Node(
+            pool=self._pool, template=self._template, reaper=reaper, relay=self._relay, report=self._reported,
+            trouble=self._trouble, happened=self._events.append, say=say,
         )  # fmt: skip
-        controller.pool = pool = Pool(
-            options, job=self._job, folder=folder, template=template, reaper=reaper, threads=threads,
-            tell=controller.tell,
-        )  # fmt: skip
-        controller.link = link = Link(folder.socket_path, controller, uid=os.geteuid())
+        self._node.link = Link(folder.socket_path, self._node, uid=os.geteuid())
         if options.console_events:
-            controller.torch_events = monotonic_events(options, self._job, tell)
-        await link.start()
-        self._write("running")
-        count = f"{options.nproc} worker" + ("s" if options.nproc > 1 else "")
-        count += (
-            f", {options.standbys} standby" + ("s" if options.standbys > 1 else "")
-            if options.standbys
-            else ""
-        )
-        self._event("started", f"job {self._job}: {count}", command=list(self._record.command))
-        say(f"job {self._job}: {count}; run folder {folder.path}")
-        if threads is not None:
-            say(f"OMP_NUM_THREADS={threads} for each worker (cores shared out; set it to change that)")
-        relay.start()
-        running = controller.spawn(controller.run())
-        signals = controller.spawn(self._on_signals(controller, pool))
-        starting = controller.spawn(controller.start(options.port))
-        await controller.ended.wait()
-        end = controller.end
-        assert end is not None
-        starting.cancel()
-        self._write("stopping")
-        await self._wind_down(end, pool, {w.id for w in controller.state.workers.values() if w.joined})
-        last = controller.status()
-        for task in (running, signals):
-            task.cancel()
-        await link.close()
-        template.close()
-        relay.finish()
-        code = self._report(end, pool)
-        if controller.torch_events is not None:
-            self._report_to_torch(controller.torch_events, end, pool)
-        write_outcome(options.environ, end, pool)
-        pool.rendezvous.unlink(missing_ok=True)
-        store.close()
-        state_word = {"finished": "finished", "failed": "failed"}.get(end.outcome, "stopped")
-        try:
-            write_json(
-                folder.path / "status.json",
-                ended_status(last, state=state_word, reason=end.reason, exit_code=code),
-            )
-        except OSError as error:
-            say(f"the last status cannot be written: {describe_os_error(error)}")
-        self._events.close()
-        self._write(state_word, exit_code=code)
-        return code
+            self._node.torch_events = monotonic_events(options, self._job, tell)
+        self._threads = threads
 
-    async def _on_signals(self, controller: Controller, pool: Pool) -> None:
+    async def _begin(self, what: str) -> None:
+        await self._node.link.start()
+        self._write("running")
+        say(f"job {self._job}: {what}; run folder {self._folder.path}")
+        if self._threads is not None:
+            say(f"OMP_NUM_THREADS={self._threads} for each worker (cores shared out; set it to change that)")
+        self._relay.start()
+
+    def _open_store(self) -> None:
+        """Open what the job's store needs in the run folder, where it lies there."""
+
+    def _reported(self, report: Report) -> None:
+        """Pass a report of this node on to the controller."""
+        raise NotImplementedError
+
+    def _trouble(self, reason: str) -> None:
+        """Hear why this node is of no use."""
+        raise NotImplementedError
+
+    def _asked_to_end(self, number: signal.Signals) -> None:
+        """Act on the first signal that means so."""
+        raise NotImplementedError
+
+    async def _on_signals(self) -> None:
         """Act on what the handlers recorded: the first signal ends the job, a second Ctrl-C at once."""
         while True:
             number = await self._signals.get()
             if number not in self._options.signals:
-                for worker in controller.ranked():
-                    pool.signal(worker, number)
+                for worker in self._node.ranked():
+                    self._pool.signal(worker, number)
                 continue
             again = number in self._received
             self._received.append(number)
-            if len(self._received) == 1 and not controller.ended.is_set():
-                say(f"{number.name}: the workers have {self._options.shutdown_timeout_s:g} s to end")
-                controller.tell(StopAsked(reason=number.name))
+            if len(self._received) == 1:
+                self._asked_to_end(number)
             elif number is signal.SIGINT and again:
                 say("SIGINT again: killing the workers")
-                for worker in list(pool.alive):
-                    pool.kill(worker)
+                for worker in list(self._pool.alive):
+                    self._pool.kill(worker)
 
-    async def _wind_down(self, end: End, pool: Pool, joined: set[str]) -> None:
+    async def _wind_down(self, outcome: str) -> None:
         """End whatever is left: Stop was sent to workers that joined; then signals, then SIGKILL to all."""
+        pool, joined = self._pool, self._node.joined
         grace_s = self._options.shutdown_timeout_s
-        if end.outcome == "finished":
+        if outcome == "finished":
             await pool.empty(min(FINISH_GRACE_S, grace_s))
         else:
-            first = self._received[0] if self._received and end.outcome == "stopped" else signal.SIGTERM
+            first = self._received[0] if self._received and outcome != "failed" else signal.SIGTERM
             for worker in pool.alive:
-                if end.outcome == "failed" or worker not in joined:
+                if outcome == "failed" or worker not in joined:
                     pool.signal(worker, first)
-            if end.outcome == "stopped" and joined:
+            if outcome != "failed" and joined:
                 if await pool.empty(grace_s / 4):  # half went into finding a common last step
                     return
                 for worker in list(pool.alive):
@@ -225,27 +217,45 @@ class Agent:
             pool.kill(worker)
         await pool.empty(10.0)
 
-    def _report(self, end: End, pool: Pool) -> int:
+    def _report(self, end: End | Finish) -> int:
         """Say how it ended; the exit code."""
         if end.outcome == "finished":
             return 0
-        if end.outcome == "stopped":
+        if end.outcome in ("stopped", "left"):
             number = self._received[0] if self._received else None
-            say(f"job {self._job} stopped: {end.reason}")
+            what = "stopped" if end.outcome == "stopped" else "goes on without this node"
+            say(f"job {self._job} {what}: {end.reason}")
             return 0 if number is None else 128 + number
-        say(f"job {self._job} failed: {end.reason}")
-        if end.worker is not None:
-            placed = pool.destinations.of(end.worker)
-            stderr: Path = placed.stderr
-            ended = pool.ended.get(end.worker)
-            for line in failure_lines(
-                end, ended, host=socket.gethostname(), stderr=stderr, error=placed.error
-            ):
-                say(line)
+        say(f"job {self._job} {'failed' if end.outcome == 'failed' else 'does not take this node'}: {end.reason}")
+        for line in first_failure(end):
+            say(line)
         return EXIT_HOPELESS if end.hopeless else 1
 
-    def _report_to_torch(self, events: TorchEvents, end: End, pool: Pool) -> None:
+    async def _close(self, end: End | Finish, last: Mapping[str, object]) -> int:
+        """Take this node apart; the exit code."""
+        await self._node.link.close()
+        self._template.close()
+        self._relay.finish()
+        code = self._report(end)
+        if self._node.torch_events is not None:
+            self._report_to_torch(self._node.torch_events, end)
+        write_outcome(self._options.environ, end, self._pool)
+        self._pool.rendezvous.unlink(missing_ok=True)
+        state_word = {"finished": "finished", "failed": "failed"}.get(end.outcome, "stopped")
+        try:
+            write_json(
+                self._folder.path / "status.json",
+                ended_status(dict(last), state=state_word, reason=end.reason, exit_code=code),
+            )
+        except OSError as error:
+            say(f"the last status cannot be written: {describe_os_error(error)}")
+        self._events.close()
+        self._write(state_word, exit_code=code)
+        return code
+
+    def _report_to_torch(self, events: TorchEvents, end: End | Finish) -> None:
         """Print the events torch prints at the end: one of each worker of the last attempt, one of the agent."""
+        pool = self._pool
         for worker, ended in pool.of_last_attempt():
             by_itself = ended.code == 0 or worker == end.worker or end.outcome == "finished"
             state = ("SUCCEEDED" if ended.code == 0 else "FAILED") if by_itself else "TERMINATED"
@@ -266,5 +276,89 @@ class Agent:
                 say(f"the job's record cannot be written: {describe_os_error(error)}")
             self._written = False
 
-    def _event(self, kind: str, reason: str, **fields: object) -> None:
-        self._events.write(kind, 0, reason, fields)
+
+class Leader(Agent):
+    """The agent that has the controller; of a job of one node, the only one."""
+
+    def _open_store(self) -> None:
+        self._own = (
+            EmbeddedStore(self._folder.path / "store.db", clock=time.monotonic) if self._entry.store is None else None
+        )
+
+    async def run(self) -> int:
+        """Run the job; the exit code."""
+        self._set_up()
+        options, entry, meeting = self._options, self._entry, self._options.meeting
+        state = JobState(
+            layout=options.layout, max_restarts=options.max_restarts,
+            stop_patience_s=options.shutdown_timeout_s / 2,
+        )  # fmt: skip
+        if meeting is not None:
+            state = dataclasses.replace(
+                state, min_nodes=meeting.min_nodes, max_nodes=meeting.max_nodes,
+                join_timeout_s=meeting.join_timeout_s, last_call_s=meeting.last_call_s,
+            )  # fmt: skip
+        store = self._own or entry.store
+        assert store is not None
+        self._controller = controller = Controller(
+            state, job=self._job, store=store, events=self._events, say=say
+        )
+        self._node.asks = controller.asked
+        count = _count(options.nproc, "worker")
+        if options.standbys:
+            count += f", {_count(options.standbys, 'standby')}"
+        if meeting is not None:
+            count += f" on this node, of {meeting.min_nodes} to {meeting.max_nodes} nodes"
+        self._events.write("started", 0, f"job {self._job}: {count}", {"command": list(self._record.command)})
+        await self._begin(count)
+        await controller.start()
+        pin = meeting.pin if meeting is not None else None
+        offer = Enter(host=options.host, nproc=options.nproc, standbys=options.standbys, pin=pin)
+        self._id = controller.enter(self._node.do, offer, leads=True)
+        async with self._doors():
+            running = controller.spawn(controller.run())
+            signals = controller.spawn(self._on_signals())
+            await controller.ended.wait()
+            end = controller.end
+            assert end is not None
+            self._write("stopping")
+            last = controller.status()
+            controller.finish(end, last, but=self._id)
+            self._node.finish.set_result(Finish(outcome=end.outcome, reason=end.reason))
+            await self._wind_down(end.outcome)
+            for task in (running, signals):
+                task.cancel()
+        code = await self._close(end, last)
+        if self._own is not None:
+            self._own.close()
+        return code
+
+    @contextlib.asynccontextmanager
+    async def _doors(self) -> AsyncIterator[None]:
+        """Serve store and controller to other nodes, where there may be any; the store leaves last."""
+        entry, meeting = self._entry, self._options.meeting
+        if meeting is None:
+            yield
+            return
+        from launcher.doors import doors
+
+        patience_s = self._options.shutdown_timeout_s + 5
+        async with doors(self._controller, entry, self._own, meeting, patience_s=patience_s):
+            yield
+
+    def _reported(self, report: Report) -> None:
+        self._controller.heard(self._id, report)
+
+    def _trouble(self, reason: str) -> None:
+        self._controller.fail(reason)
+
+    def _asked_to_end(self, number: signal.Signals) -> None:
+        if not self._controller.ended.is_set():
+            say(f"{number.name}: the workers have {self._options.shutdown_timeout_s:g} s to end")
+            self._controller.tell(
+                NodeLeaving(node=self._id, reason=number.name, timeout_s=self._options.shutdown_timeout_s / 2)
+            )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number > 1 else "")

@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from launcher.abbreviate import AmbiguousError, Flag, expand
 
-COMMANDS = ("run", "resize", "status", "events", "jobs", "stop")
+COMMANDS = ("run", "resize", "drain", "status", "events", "jobs", "stop")
 FROM_AGENT = ("LIVERUN_JOB", "LIVERUN_RUN_DIR", "LIVERUN_LAYOUT")
 """set for workers; a launcher started inside a worker must not take them for its own options"""
 
@@ -143,18 +143,20 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         int | None, torch_option("--master-port", "its port; a free one if left out, or 0", parser=whole_number)
     ] = None,
     rdzv_backend: Annotated[
-        str, torch_option("--rdzv-backend", "static or c10d; the same on one node")
+        str, torch_option("--rdzv-backend", "liverun (also as static or c10d): a store of our own; or etcd")
     ] = "static",
     rdzv_endpoint: Annotated[
-        str, torch_option("--rdzv-endpoint", "HOST:PORT; with static, where the first world's store listens")
+        str, torch_option("--rdzv-endpoint", "HOST:PORT where the nodes meet; the same on each of them")
     ] = "",
     rdzv_id: Annotated[
         str, torch_option("--rdzv-id", "shown to workers as TORCHELASTIC_RUN_ID; the job's id if left out")
     ] = "none",
-    rdzv_conf: Annotated[str, torch_option("--rdzv-conf", "KEY=VALUE,KEY=VALUE; nothing on one node")] = "",
-    node_rank: Annotated[int, torch_option("--node-rank", "nothing on one node", parser=whole_number)] = 0,
+    rdzv_conf: Annotated[str, torch_option("--rdzv-conf", "join_timeout=600,last_call_timeout=5,keep_alive_interval=1,…")] = "",
+    node_rank: Annotated[
+        int | None, torch_option("--node-rank", "place of this node among the nodes", parser=whole_number)
+    ] = None,
     local_addr: Annotated[
-        str | None, torch_option("--local-addr", "this node's address, if no --master-addr is given")
+        str | None, torch_option("--local-addr", "where other nodes reach this one")
     ] = None,
     start_method: Annotated[
         str | None,
@@ -248,22 +250,53 @@ def resize(  # noqa: PLR0917  (typer reads options from the signature)
     from launcher.control import ResizeRequest
     from launcher.options import UsageError, parse_layout
 
-    if nodes not in (None, 1):
-        client.complain(f"--nodes {nodes}: this version runs on one node only", 2)
+    if nodes is not None and nodes < 1:
+        client.complain(f"--nodes {nodes}: ask for at least 1", 2)
     if workers is None and layout is None and replace is None and nodes is None:
         client.complain("say what the world is to be: --workers N, --layout tp=2, or --replace RANK", 2)
-    if replace is not None and (workers is not None or layout is not None):
-        client.complain("--replace keeps size and layout; leave --workers and --layout out", 2)
+    if replace is not None and (workers is not None or layout is not None or nodes is not None):
+        client.complain("--replace keeps size and layout; leave --workers, --nodes and --layout out", 2)
     if timeout <= 0:
         client.complain(f"--timeout {timeout:g} is no time at all", 2)
     try:
         parse_layout(layout)
     except UsageError as error:
         client.complain(str(error), 2)
-    wishes = [("--workers", workers), ("--layout", layout), ("--replace", replace)]
+    wishes = [("--nodes", nodes), ("--workers", workers), ("--layout", layout), ("--replace", replace)]
     cause = "resize" + "".join(f" {name} {value}" for name, value in wishes if value is not None)
     _, record = client.job_folder(job, run_dir)
-    request = ResizeRequest(workers=workers, layout=layout, replace=replace, timeout_s=timeout, cause=cause)
+    request = ResizeRequest(
+        workers=workers, nodes=nodes, layout=layout, replace=replace, timeout_s=timeout, cause=cause
+    )
+    raise SystemExit(client.resize(record, request, wait=wait, as_json=as_json))
+
+
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(help="id or address of the node; 'liverun status' shows them")],
+    job: Annotated[
+        str | None, typer.Argument(help="the job; may be left out when one runs here", envvar="LIVERUN_JOB")
+    ] = None,
+    deadline: Annotated[
+        str, option("--deadline", "how long moving its work away may take, like 30s or 2m")
+    ] = "30s",
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="wait until it is gone", envvar="LIVERUN_WAIT")
+    ] = True,
+    run_dir: RunDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Move a node's work to the others, then let it go."""
+    from launcher import client
+    from launcher.control import DrainRequest
+    from launcher.options import UsageError, parse_duration
+
+    try:
+        deadline_s = parse_duration(deadline)
+    except UsageError as error:
+        client.complain(str(error), 2)
+    _, record = client.job_folder(job, run_dir)
+    request = DrainRequest(node=node, deadline_s=deadline_s)
     raise SystemExit(client.resize(record, request, wait=wait, as_json=as_json))
 
 

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.control import Control, Note, Outcome, ResizeRequest, StatusReply, StatusRequest, StopRequest
+from launcher.control import Control, DrainRequest, Note, Outcome, ResizeRequest, StatusReply, StatusRequest, StopRequest
 from launcher.rundir import JobError, JobRecord, find_job, read_record, resolve_root
 
 END_TIMEOUT_S = 30.0
@@ -68,7 +68,7 @@ def fetch_status(folder: Path, record: JobRecord) -> dict[str, Any]:
     return status
 
 
-def resize(record: JobRecord, request: ResizeRequest, *, wait: bool, as_json: bool) -> int:
+def resize(record: JobRecord, request: ResizeRequest | DrainRequest, *, wait: bool, as_json: bool) -> int:
     """Ask for another world and show how it comes; the exit code."""
     from launcher.render import outcome_line, progress_line
 

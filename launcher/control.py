@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
+
+from launcher.codec import Coded
 
 
-@dataclass(frozen=True, kw_only=True)
-class Control:
-    """Base of these messages; ``type`` on the wire is the class name."""
-
-    types: ClassVar[dict[str, type[Control]]] = {}
-
-    def __init_subclass__(cls) -> None:
-        Control.types[cls.__name__] = cls
-
-    def encode(self) -> bytes:
-        """One line of JSON, newline included."""
-        return json.dumps({"type": type(self).__name__, **dataclasses.asdict(self)}).encode() + b"\n"
-
-    @staticmethod
-    def decode(line: bytes) -> Control:
-        """Read one line. Raises ``ValueError`` for anything else."""
-        try:
-            values = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"request is not JSON: {error}") from None
-        kind = Control.types.get(str(values.pop("type", None))) if isinstance(values, dict) else None
-        if kind is None:
-            raise ValueError("request has no known type")
-        try:
-            return kind(**values)
-        except TypeError as error:
-            raise ValueError(f"{kind.__name__} is malformed: {error}") from None
+class Control(Coded):
+    """Base of these messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +30,20 @@ class ResizeRequest(Control):
     """Asks for another world; answered by Notes, then one Outcome."""
 
     workers: int | None
+    nodes: int | None
     layout: str | None
     replace: str | None
     timeout_s: float
     cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainRequest(Control):
+    """Asks to free a node and let it go; answered by Notes, then one Outcome."""
+
+    node: str
+    """its id, or its address"""
+    deadline_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,32 +5,42 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
-import signal
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, assert_never
 
-from launcher.control import Control, Note, Outcome, ResizeRequest, StatusReply, StatusRequest, StopRequest
+from launcher.control import (
+    Control,
+    DrainRequest,
+    Note,
+    Outcome,
+    ResizeRequest,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+)
 from launcher.decide import decide, next_deadline
-from launcher.environment import Endpoint
 from launcher.events import EventLog
-from launcher.link import Link
-from launcher.logs import Mark, Relay
 from launcher.model import (
     Action,
     Answer,
+    Boot,
     CloseStore,
     Commit,
     Committed,
+    Dismiss,
     End,
     Event,
+    Exited,
     Fork,
     JobState,
     Kill,
+    Node,
+    NodeCleared,
+    NodeEntered,
+    NodeLeaving,
+    NodeLost,
     Number,
     Numbered,
     OpenStore,
@@ -38,6 +48,7 @@ from launcher.model import (
     Restart,
     Said,
     Send,
+    Started,
     StopAsked,
     StoreFailed,
     StoreOpened,
@@ -45,30 +56,45 @@ from launcher.model import (
     Wish,
     Wished,
 )
-from launcher.pool import Pool
-from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error
+from launcher.node import Answers
+from launcher.orders import (
+    AskEnded,
+    Asked,
+    C10dFailed,
+    C10dOpened,
+    Clear,
+    Cleared,
+    CloseC10d,
+    Enter,
+    Finish,
+    ForkStandbys,
+    Gone,
+    Happened,
+    KillWorker,
+    Leaving,
+    OpenC10d,
+    Order,
+    Reply,
+    Report,
+    ShowRanks,
+    StartRanked,
+    Tell,
+    UnderWay,
+    WorkerExited,
+    WorkerSaid,
+    WorkerStarted,
+)
 from launcher.status import status_object
 from launcher.store import Store, StoreError
-from launcher.streams import line_prefix
-from launcher.torch_events import TorchEvents
 from liverun.layout import Layout
-from liverun.messages import Go, Message
-
-
-@dataclass
-class WorldStore:
-    """The c10d store of one generation: a child process."""
-
-    pid: int
-    host: str
-    port: int
+from liverun.messages import Message
 
 
 @dataclass
 class Requester:
     """A command line that waits for the end of its wish."""
 
-    writer: asyncio.StreamWriter
+    writer: Answers
     asked_at: float
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -77,47 +103,35 @@ class Controller:
     """Holds the job's state. What must outlive it is in the store, under these keys.
 
     ``generation/next``        the number the next proposal gets; taken by compare-and-set, never given twice
-    ``generation/<g>/world``   layout and worker ids of a generation that was committed
+    ``generation/<g>/world``   layout and worker ids of a generation that was committed, and their nodes
     ``job/active``             the generation that is the job; moved by compare-and-set only: older ones are
     fenced
-    ``node/<id>``              address and agent of a node
+    ``job/restarts``           how much of the restart budget is used
+    ``node/<id>``              address of a node
     ``resize/last``            how the last resize went
     """
 
     def __init__(
-        self,
-        state: JobState,
-        *,
-        job: str,
-        store: Store,
-        template: TemplateClient,
-        reaper: Reaper,
-        events: EventLog,
-        relay: Relay,
-        say: Callable[[str], None],
+        self, state: JobState, *, job: str, store: Store, events: EventLog, say: Callable[[str], None]
     ) -> None:
         self.state = state
         self.job = job
         self.end: End | None = None
         self.ended = asyncio.Event()
         self._store = store
-        self._template = template
-        self._reaper = reaper
         self._events = events
-        self._relay = relay
         self._say = say
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._stores: dict[int, WorldStore] = {}
-        self._boot_store: WorldStore | None = None
+        self._nodes: dict[str, Callable[[Order], None]] = {}
+        self._node_ids = itertools.count()
+        self._store_nodes: dict[int, str] = {}
+        self._boot_store: asyncio.Future[tuple[str, int]] | None = None
+        self._under_way = False
         self._active_revision = 0
         self._wish_ids = itertools.count(1)
         self._requesters: dict[int, Requester] = {}
+        self._asks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._shown: set[str] = set()
-        self._marks: dict[str, Mark] = {}
-        self.torch_events: TorchEvents | None = None
-        self.pool: Pool
-        self.link: Link
 
     # --- what comes in --------------------------------------------------------------------------------------
 
@@ -125,19 +139,74 @@ class Controller:
         """Something has happened."""
         self._queue.put_nowait(event)
 
-    async def expects(self, worker: str) -> bool:
-        """See :class:`launcher.link.Behind`."""
-        return await self.pool.expects(worker)
+    def enter(self, order: Callable[[Order], None], offer: Enter, *, leads: bool = False) -> str:
+        """Let the agent of a node in, which ``order`` reaches; its id."""
+        number = next(self._node_ids)
+        node = Node(
+            id=f"n{number}", host=offer.host, nproc=offer.nproc, standbys=offer.standbys, pin=offer.pin,
+            arrived=number, leads=leads,
+        )  # fmt: skip
+        self._nodes[node.id] = order
+        self.tell(NodeEntered(node=node))
+        self.spawn(self._put(f"node/{node.id}", {"host": node.host, "workers": node.nproc}))
+        return node.id
 
-    def said(self, worker: str, message: Message) -> None:
-        """See :class:`launcher.link.Behind`."""
-        self.tell(Said(worker=worker, message=message))
+    def lose(self, node: str, reason: str) -> None:
+        """Hear that the agent of a node is gone without a word."""
+        if self._nodes.pop(node, None) is not None:
+            self.tell(NodeLost(node=node, reason=reason))
 
-    def trouble(self, sentence: str) -> None:
-        """See :class:`launcher.link.Behind`."""
-        self._say(sentence)
+    def heard(self, node: str, report: Report) -> None:
+        """Hear what a node reports."""
+        match report:
+            case WorkerStarted():
+                self.tell(Started(worker=report.worker, pid=report.pid, boot_rank=report.boot_rank, node=node))
+            case WorkerSaid():
+                message = Message.decode(json.dumps(report.message).encode())
+                self.tell(Said(worker=report.worker, message=message))
+            case WorkerExited():
+                under_way = report.under_way or self._under_way
+                self.tell(
+                    Exited(worker=report.worker, code=report.code, under_way=under_way, lines=tuple(report.lines))
+                )
+            case UnderWay():
+                self._under_way = True
+            case C10dOpened():
+                if report.generation == 0 and self._boot_store is not None and not self._boot_store.done():
+                    self._boot_store.set_result((report.host, report.port))
+                elif report.generation != 0:
+                    self.tell(
+                        StoreOpened(generation=report.generation, host=report.host, port=report.port)
+                    )
+            case C10dFailed():
+                if report.generation == 0:
+                    self.fail(f"the first world's store cannot be started on node {node}: {report.reason}")
+                else:
+                    self.tell(StoreFailed(generation=report.generation, reason=report.reason))
+            case Cleared():
+                self.tell(NodeCleared(node=node))
+            case Leaving():
+                self.tell(NodeLeaving(node=node, reason=report.reason, timeout_s=report.timeout_s))
+            case Gone():
+                self.lose(node, report.reason)
+            case Asked():
+                answers = _RelayedAnswers(lambda line: self.post(node, Reply(request=report.request, line=line)))
+                self._asks[node, report.request] = self.spawn(self._asked_from(report, answers))
+            case AskEnded():
+                task = self._asks.pop((node, report.request), None)
+                if task is not None:
+                    task.cancel()
+            case _:
+                raise AssertionError(report)
 
-    async def asked(self, request: Control, writer: asyncio.StreamWriter) -> None:
+    async def _asked_from(self, report: Asked, answers: _RelayedAnswers) -> None:
+        try:
+            await self.asked(Control.read(dict(report.control)), answers)
+        except ValueError as error:
+            self._say(f"refused a request: {error}")
+        answers.close()
+
+    async def asked(self, request: Control, writer: Answers) -> None:
         """Answer the command line."""
         if isinstance(request, StatusRequest):
             writer.write(StatusReply(status=self.status()).encode())
@@ -150,62 +219,57 @@ class Controller:
             await asyncio.Event().wait()  # the connection closes with the job
         elif isinstance(request, ResizeRequest):
             await self._resize(request, writer)
+        elif isinstance(request, DrainRequest):
+            await self._drain(request, writer)
 
-    async def _resize(self, request: ResizeRequest, writer: asyncio.StreamWriter) -> None:
+    async def _resize(self, request: ResizeRequest, writer: Answers) -> None:
         try:
             layout = Layout.parse(request.layout) if request.layout else None
         except ValueError as error:
             writer.write(Outcome(ok=False, outcome="refused", reason=str(error)).encode())
             return
         wish = Wish(
-            id=next(self._wish_ids), workers=request.workers, layout=layout, replace=request.replace,
-            timeout_s=request.timeout_s, cause=request.cause,
+            id=next(self._wish_ids), workers=request.workers, nodes=request.nodes, layout=layout,
+            replace=request.replace, timeout_s=request.timeout_s, cause=request.cause,
         )  # fmt: skip
+        await self._request(wish.id, Wished(wish=wish), writer)
+
+    async def _drain(self, request: DrainRequest, writer: Answers) -> None:
+        nodes = self.state.nodes.values()
+        found = [node.id for node in nodes if request.node in (node.id, node.host)]
+        if len(found) != 1:
+            there = ", ".join(f"{node.id} ({node.host})" for node in nodes)
+            reason = f"{'several nodes are' if found else 'there is no node'} {request.node}; there are {there}"
+            writer.write(Outcome(ok=False, outcome="refused", reason=reason).encode())
+            return
+        number = next(self._wish_ids)
+        event = NodeLeaving(
+            node=found[0], reason="liverun drain", timeout_s=request.deadline_s, wish=number
+        )
+        await self._request(number, event, writer)
+
+    async def _request(self, number: int, event: Event, writer: Answers) -> None:
         requester = Requester(writer, time.monotonic())
-        self._requesters[wish.id] = requester
-        self.tell(Wished(wish=wish))
+        self._requesters[number] = requester
+        self.tell(event)
         try:
             await requester.done.wait()
             await writer.drain()
         finally:
-            self._requesters.pop(wish.id, None)
+            self._requesters.pop(number, None)
 
     def status(self) -> dict[str, Any]:
         """Return the status object."""
-        return status_object(self.state, job=self.job, host=self.state.host, now=time.monotonic())
-
-    def ranked(self) -> list[str]:
-        """Return the ids of the workers that have a rank."""
-        if self.state.world is not None:
-            return list(self.state.world.ranks)
-        return [worker.id for worker in self.state.workers.values() if worker.boot_rank is not None]
+        return status_object(self.state, job=self.job, now=time.monotonic())
 
     # --- the loop -------------------------------------------------------------------------------------------
 
-    async def start(self, port: int) -> None:
-        """Start the first world's store and workers. Raises ``TemplateError``."""
-        number = await self._store.get("generation/next")
-        if number is None:
-            await self._store.put("generation/next", "1")
-        await self._store.put("node/n0", json.dumps({"host": self.state.host, "pid": os.getpid()}))
-        await self._boot(port)
-
-    async def _boot(self, port: int) -> None:
-        self._boot_store = await self._new_store(port, used=self.pool.rendezvous)
-        self.pool.endpoint = Endpoint(host=self._boot_store.host, port=self._boot_store.port)
-        await self.pool.begin()
-        options, filtered = self.pool.options, self.pool.destinations.filtered
-        for name, words in (("stdout", options.stdout_filters), ("stderr", options.stderr_filters)):
-            if name in filtered:
-                try:
-                    self._relay.copy(name, filtered[name], words)
-                except OSError as error:
-                    self._say(f"lines are not copied: {describe_os_error(error)}")
-        for rank in range(self.state.nproc):
-            worker = await self.pool.start(rank)
-            self._show(worker, rank)
-            if self.torch_events is not None:
-                self.torch_events.worker("START", worker=worker, rank=rank, restarts=self.state.restarts)
+    async def start(self) -> None:
+        """Look what an earlier controller of this job has left in the store."""
+        if await self._store.get("generation/next") is None:
+            await self._store.compare_and_set({"generation/next": 0}, {"generation/next": "1"})
+        active = await self._store.get("job/active")
+        self._active_revision = active.revision if active is not None else 0
 
     async def run(self) -> None:
         """Decide and act until the job ends; goes on recording exits after that, until cancelled."""
@@ -225,35 +289,67 @@ class Controller:
     async def _act(self, action: Action) -> None:
         match action:
             case Send():
-                if isinstance(action.message, Go) and action.worker not in self._shown:
-                    # what a joiner prints from here on belongs to its rank
-                    self._marks[action.worker] = Relay.mark(self.pool.log_folder(action.worker))
-                self.link.send(action.worker, action.message)
+                values = json.loads(action.message.encode())
+                self._post_to_worker(action.worker, Tell(worker=action.worker, message=values))
             case Number():
                 self.spawn(self._number())
             case OpenStore():
-                self.spawn(self._open_store(action.generation))
+                self._store_nodes[action.generation] = action.node
+                self.post(action.node, OpenC10d(generation=action.generation))
             case CloseStore():
-                self._close_store(action.generation)
+                node = self._store_nodes.pop(action.generation, None)
+                if node is not None:
+                    self.post(node, CloseC10d(generation=action.generation))
             case Commit():
                 await self._commit(action)
             case Record():
                 self._record(action)
             case Answer():
                 self._answer(action)
+            case Boot():
+                self._under_way = False
+                self.spawn(self._boot(action))
             case Fork():
-                self.spawn(self._fork(action.count))
+                self.post(action.node, ForkStandbys(count=action.count))
             case Kill():
-                self._say(f"killing worker {action.worker}: {action.reason}")
-                self.pool.kill(action.worker)
+                self._post_to_worker(action.worker, KillWorker(worker=action.worker, reason=action.reason))
             case Restart():
-                self._say(action.reason)
-                self.spawn(self._restart())
+                self._store_nodes.clear()
+                self.spawn(self._put("job/restarts", self.state.restarts))
+                for node in action.nodes:
+                    self.post(node, Clear(reason=action.reason))
+            case Dismiss():
+                self.post(
+                    action.node, Finish(outcome="left" if action.ok else "refused", reason=action.reason)
+                )
+                self._nodes.pop(action.node, None)
             case End():
                 self.end = action
                 self.ended.set()
             case _:
                 assert_never(action)
+
+    def post(self, node: str, order: Order) -> None:
+        """Give an order to a node; to one that is gone, nothing."""
+        if (take := self._nodes.get(node)) is not None:
+            take(order)
+
+    def _post_to_worker(self, worker: str, order: Order) -> None:
+        known = self.state.workers.get(worker)
+        if known is not None:
+            self.post(known.node, order)
+
+    def finish(self, end: End, status: Mapping[str, Any], *, but: str) -> None:
+        """Tell every node but the controller's own that the job is over."""
+        for node in list(self._nodes):
+            if node != but:
+                self.post(
+                    node,
+                    Finish(
+                        outcome=end.outcome, reason=end.reason, worker=end.worker, rank=end.rank, code=end.code,
+                        lines=end.lines, hopeless=end.hopeless, status=status,
+                    ),
+                )  # fmt: skip
 
     def spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run something beside the loop; a failure of it ends the job and is told."""
@@ -266,7 +362,7 @@ class Controller:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        self.fail(str(error) if isinstance(error, TemplateError | StoreError) else f"{type(error).__name__}: {error}")
+        self.fail(str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}")
 
     def fail(self, reason: str) -> None:
         """End the job for a reason that no decision knows of; nothing is decided after that."""
@@ -278,6 +374,19 @@ class Controller:
         self.ended.set()
 
     # --- what goes out --------------------------------------------------------------------------------------
+
+    async def _boot(self, action: Boot) -> None:
+        self._boot_store = asyncio.get_running_loop().create_future()
+        self.post(action.nodes[0].id, OpenC10d(generation=0))
+        host, port = await self._boot_store
+        rank, size = 0, sum(node.nproc for node in action.nodes)
+        for number, node in enumerate(action.nodes):
+            order = StartRanked(
+                first_rank=rank, size=size, node_rank=number, num_nodes=len(action.nodes), host=host, port=port,
+                restarts=action.restarts,
+            )  # fmt: skip
+            self.post(node.id, order)
+            rank += node.nproc
 
     async def _number(self) -> None:
         while True:
@@ -291,64 +400,28 @@ class Controller:
                 self.tell(Numbered(generation=number))
                 return
 
-    async def _new_store(self, port: int = 0, used: Path | None = None) -> WorldStore:
-        request = {"op": "store", "host": self.state.host, "port": port, "used": used and str(used)}
-        answer = await self._template.ask(request)
-        store = WorldStore(int(answer["pid"]), self.state.host, int(answer["port"]))
-        self._reaper.expect(store.pid, lambda _: None)
-        return store
-
-    async def _open_store(self, generation: int) -> None:
-        store, self._boot_store = self._boot_store, None
-        try:
-            if store is None:
-                store = await self._new_store()
-        except TemplateError as error:
-            self.tell(StoreFailed(generation=generation, reason=str(error)))
-            return
-        self._stores[generation] = store
-        self.tell(StoreOpened(generation=generation, host=store.host, port=store.port))
-
-    def _close_store(self, generation: int) -> None:
-        store = self._stores.pop(generation, None)
-        if store is not None:
-            with suppress(ProcessLookupError):
-                os.kill(store.pid, signal.SIGKILL)
-
     async def _commit(self, action: Commit) -> None:
         world = action.world
-        value = json.dumps({"layout": world.layout.as_dict(), "ranks": list(world.ranks)})
+        nodes = {worker: self.state.workers[worker].node for worker in world.ranks if worker in self.state.workers}
+        value = json.dumps({"layout": world.layout.as_dict(), "ranks": list(world.ranks), "nodes": nodes})
         revision = await self._store.compare_and_set(
             {"job/active": self._active_revision},
             {"job/active": str(world.generation), f"generation/{world.generation}/world": value},
         )
         if revision is not None:
             self._active_revision = revision
-            old = self.state.world.ranks if self.state.world else ()
-            for worker in old:
-                if worker not in world.ranks:
-                    self._relay.leave(worker)
-                    self._shown.discard(worker)
-            for rank, worker in enumerate(world.ranks):
-                self._show(worker, rank, size=len(world.ranks))
+            for node in self._nodes:
+                theirs = {worker: rank for rank, worker in enumerate(world.ranks) if nodes.get(worker) == node}
+                self.post(node, ShowRanks(ranks=theirs, size=len(world.ranks)))
         self.tell(Committed(generation=world.generation, won=revision is not None))
-
-    def _show(self, worker: str, rank: int, *, size: int | None = None) -> None:
-        alone = (size or self.state.nproc) == 1
-        options, placed = self.pool.options, self.pool.destinations.of(worker)
-        header = line_prefix(
-            options.prefix_template, role=options.role, rank=rank, local_rank=placed.local_rank
-        )
-        prefix = "" if alone and options.prefix_template is None else header
-        since = self._marks.pop(worker, (placed.sizes["stdout"], placed.sizes["stderr"]))
-        self._shown.add(worker)
-        self._relay.follow(
-            worker, self.pool.log_folder(worker), prefix, since,
-            shown=placed.shown, teed=placed.teed, tee_prefix=header,
-        )  # fmt: skip
 
     def _record(self, action: Record) -> None:
         event = self._events.write(action.kind, action.generation, action.reason, action.fields)
+        for node in self.state.nodes.values():
+            if not node.leads:
+                self.post(node.id, Happened(event=event))
+        if action.kind in ("node_joined", "node_left", "node_lost", "node_leaving"):
+            self._say(action.reason)
         requester = self._requesters.get(action.wish) if action.wish is not None else None
         if requester is not None and not requester.writer.is_closing():
             elapsed_s = round(time.monotonic() - requester.asked_at, 3)
@@ -364,31 +437,28 @@ class Controller:
                 requester.writer.write(outcome.encode())
             requester.done.set()
         if self.state.last_resize is not None:
-            self.spawn(self._put_last(json.dumps(self.state.last_resize)))
+            self.spawn(self._put("resize/last", self.state.last_resize))
 
-    async def _put_last(self, value: str) -> None:
-        await self._store.put("resize/last", value)
+    async def _put(self, key: str, value: Mapping[str, Any] | int) -> None:
+        await self._store.put(key, json.dumps(value))
 
-    async def _fork(self, count: int) -> None:
-        for _ in range(count):
-            if self.ended.is_set():
-                return
-            await self.pool.start(None)
 
-    async def _restart(self) -> None:
-        for worker in list(self.pool.alive):
-            self.pool.signal(worker, signal.SIGTERM)
-        await self.pool.empty(self.pool.options.shutdown_timeout_s)
-        for worker in list(self.pool.alive):
-            self.pool.kill(worker)
-        await self.pool.empty(30.0)
-        for worker in list(self._shown):
-            self._relay.leave(worker)
-        self._shown.clear()
-        for generation in list(self._stores):
-            self._close_store(generation)
-        if self._boot_store is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._boot_store.pid, signal.SIGKILL)
-        self.pool.restarts = self.state.restarts
-        await self._boot(0)
+class _RelayedAnswers:
+    """Lines for a command line that asked at another node's socket."""
+
+    def __init__(self, send: Callable[[str], None]) -> None:
+        self._send = send
+        self._closed = False
+
+    def write(self, data: bytes) -> None:
+        self._send(data.decode())
+
+    async def drain(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        self._closed = True
+        self._send("")

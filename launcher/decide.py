@@ -7,10 +7,11 @@ state up to the vote in SWITCHING. The phases live in :mod:`launcher.generation`
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import assert_never
 
-from launcher import generation, stopping
+from launcher import generation, nodes, stopping
 from launcher.model import (
     Answer,
     Committed,
@@ -19,6 +20,10 @@ from launcher.model import (
     Event,
     Exited,
     JobState,
+    NodeCleared,
+    NodeEntered,
+    NodeLeaving,
+    NodeLost,
     Numbered,
     Phase,
     Restart,
@@ -32,8 +37,9 @@ from launcher.model import (
     Wished,
     Worker,
 )
+from launcher.nodes import JOIN_PATIENCE_S, has_joined, may_still_join
 from launcher.process import describe_exit
-from launcher.turn import Turn
+from launcher.turn import MAX_BARREN, Turn
 from liverun.messages import (
     Armed,
     Checked,
@@ -47,34 +53,34 @@ from liverun.messages import (
     Switched,
 )
 
-MAX_BARREN = 3
-"""standbys in a row that may end before they join, before no more are started"""
 MAX_FRUITLESS = 3
 """attempts in a row that may end without progress, before the job is given up though restarts are left"""
 NEVER_JOINS = "this script does not call liverun.join(), so its world cannot change while it runs"
-JOIN_PATIENCE_S = 10.0
-"""a script that has not joined this long after its start is taken for one that never does"""
 
 
 def decide(now: float, state: JobState, event: Event) -> Decision:
     """Return the next state, what to do, and why. ``now`` is monotonic, in seconds."""
     turn = Turn(now, state)
     match event:
+        case NodeEntered():
+            nodes.entered(turn, event.node)
+        case NodeLost():
+            if event.node in state.nodes:
+                _node_lost(turn, event.node, event.reason)
+        case NodeLeaving():
+            if event.node in state.nodes:
+                _node_leaving(turn, event)
+        case NodeCleared():
+            turn.set(clearing=state.clearing - {event.node})
         case Started():
-            worker = Worker(id=event.worker, pid=event.pid, boot_rank=event.boot_rank)
-            began = now if state.began is None else state.began
-            turn.set(workers={**state.workers, event.worker: worker}, began=began)
-            if event.boot_rank is None:
-                turn.set(forks_to_come=max(0, state.forks_to_come - 1))
-            else:
-                to_come = state.nproc if state.boot_to_come is None else state.boot_to_come
-                turn.set(boot_to_come=to_come - 1)
+            if event.node in state.nodes:
+                _started(turn, event)
         case Said():
             if event.worker in state.workers and state.phase != "ending":
                 _said(turn, event.worker, event.message)
         case Exited():
             if event.worker in state.workers:
-                _exited(turn, event.worker, event.code, under_way=event.under_way)
+                _exited(turn, event)
         case Wished():
             _wished(turn, event.wish)
         case Numbered():
@@ -111,12 +117,8 @@ def next_deadline(state: JobState) -> float | None:
         times.append(state.retiring.deadline)
     if state.queued is not None and state.began is not None and not has_joined(state):
         times.append(state.began + JOIN_PATIENCE_S)
+    times += nodes.deadlines(state)
     return min(times, default=None)
-
-
-def has_joined(state: JobState) -> bool:
-    """Whether any worker has called ``liverun.join()``."""
-    return any(worker.joined for worker in state.workers.values())
 
 
 def _settle(turn: Turn) -> None:
@@ -132,9 +134,16 @@ def _settle(turn: Turn) -> None:
             turn, "a worker ended before the first world was built; the others wait in liverun.join()"
         )
         return
-    if state.queued is not None and not has_joined(state) and not _may_still_join(turn):
+    if state.queued is not None and not has_joined(state) and not may_still_join(turn):
         turn.set(queued=None)
-        generation.refuse(turn, state.queued, NEVER_JOINS)
+        if state.queued.without is None:
+            generation.refuse(turn, state.queued, NEVER_JOINS)  # a drain makes it start again instead
+    nodes.settle(turn)
+    if stuck := next((node for node in turn.state.nodes.values() if node.stuck), None):
+        turn.set_node(stuck.id, stuck=False)
+        _stop(turn, f"node {stuck.id} leaves ({stuck.leaving}), and nobody can take its work")
+    if turn.state.phase == "ending" or turn.state.stopping is not None:
+        return
     generation.late(turn)
     generation.close_retired(turn)
     generation.aim(turn)
@@ -192,7 +201,7 @@ def _hello(turn: Turn, worker: str, message: Hello) -> None:
     state = "standby" if known.boot_rank is None else known.state
     turn.set_worker(worker, joined=True, layout=message.layout, state=state)
     if known.boot_rank is None:
-        turn.set(barren=0)
+        turn.set_node(known.node, barren=0)
     elif not turn.state.standbys_started:
         turn.set(standbys_started=True)
         turn.fill_pool()
@@ -203,8 +212,11 @@ def _wished(turn: Turn, wish: Wish) -> None:
     if state.phase == "ending" or state.done_ranks or state.stopping is not None:
         generation.refuse(turn, wish, "the job is ending")
         return
-    if not has_joined(state) and not _may_still_join(turn):
+    if not has_joined(state) and not may_still_join(turn):
         generation.refuse(turn, wish, NEVER_JOINS)
+        return
+    if state.queued is not None and state.queued.without is not None and wish.without is None:
+        generation.refuse(turn, wish, f"{state.queued.cause} comes first; ask again after it")
         return
     if state.queued is not None:
         reason = f"superseded by a later request ({wish.cause})"
@@ -218,13 +230,20 @@ def _wished(turn: Turn, wish: Wish) -> None:
         turn.record("queued", f"{wish.cause} waits until {what}", wish=wish.id, cause=wish.cause)
 
 
-def _may_still_join(turn: Turn) -> bool:
-    began = turn.state.began
-    return began is None or turn.now < began + JOIN_PATIENCE_S
+def _started(turn: Turn, event: Started) -> None:
+    state, node = turn.state, turn.state.nodes[event.node]
+    worker = Worker(id=event.worker, node=event.node, pid=event.pid, boot_rank=event.boot_rank)
+    turn.set(
+        workers={**state.workers, event.worker: worker}, began=turn.now if state.began is None else state.began
+    )
+    if event.boot_rank is None:
+        turn.set_node(node.id, forks_to_come=max(0, node.forks_to_come - 1))
+    else:
+        turn.set_node(node.id, boot_to_come=max(0, node.boot_to_come - 1))
 
 
-def _exited(turn: Turn, worker: str, code: int, *, under_way: bool) -> None:
-    state = turn.state
+def _exited(turn: Turn, event: Exited) -> None:
+    state, worker, code = turn.state, event.worker, event.code
     world, proposal = state.world, state.proposal
     rank = None
     if world is not None and worker in world.ranks:
@@ -240,7 +259,10 @@ def _exited(turn: Turn, worker: str, code: int, *, under_way: bool) -> None:
     elif rank is not None and code == 0:
         _rank_done(turn, worker)
     elif rank is not None:
-        _rank_failed(turn, worker, rank, code, under_way=under_way)
+        where = f" (rank {rank})"
+        reason = f"worker {worker}{where} failed: {describe_exit(code)}"
+        turn.record("worker_failed", reason, worker=worker, rank=rank, exit_code=code)
+        _rank_failed(turn, event, rank, reason)
     else:
         name, how = turn.name(worker), describe_exit(code)
         known = turn.drop_worker(worker)
@@ -253,9 +275,11 @@ def _exited(turn: Turn, worker: str, code: int, *, under_way: bool) -> None:
             generation.abort(turn, f"{name} ended while preparing: {how}")
         elif known.state != "leaving" or code != 0:
             turn.record("worker_failed", f"standby {worker} ended: {how}", worker=worker, exit_code=code)
-        turn.set(barren=0 if known.joined else turn.state.barren + 1)
-        if turn.state.barren >= MAX_BARREN:
-            reason = f"{MAX_BARREN} standbys in a row ended before they joined; no more are started"
+        node = turn.state.nodes[known.node]
+        turn.set_node(node.id, barren=0 if known.joined else node.barren + 1)
+        if turn.state.nodes[node.id].barren >= MAX_BARREN:
+            on = f" on node {node.id}" if len(turn.state.nodes) > 1 else ""
+            reason = f"{MAX_BARREN} standbys in a row ended before they joined{on}; no more are started"
             turn.record("worker_failed", reason)
         turn.fill_pool()
 
@@ -278,7 +302,7 @@ def _rank_done(turn: Turn, worker: str) -> None:
         vote = Switched(generation=state.proposal.generation or 0, ok=False, reason=reason)
         turn.set_proposal(votes={**state.proposal.votes, worker: vote})
         generation.count_votes(turn)
-    turn.set(done_ranks=state.done_ranks | {worker})
+    turn.set(done_ranks={**state.done_ranks, worker: state.workers[worker].node})
     if state.proposal is not None and state.proposal.phase is not Phase.SWITCHING:
         generation.abort(turn, "the job is ending")
     if state.queued is not None:
@@ -288,7 +312,7 @@ def _rank_done(turn: Turn, worker: str) -> None:
     turn.drop_worker(worker)
     _not_waiting(turn, worker)
     world, done = turn.state.world, turn.state.done_ranks
-    all_done = set(world.ranks) <= done if world is not None else len(done) >= state.nproc
+    all_done = set(world.ranks) <= set(done) if world is not None else len(done) >= state.boot_size
     if turn.state.phase != "ending" and all_done:
         turn.set(phase="ending")
         for other in turn.state.workers:
@@ -298,22 +322,21 @@ def _rank_done(turn: Turn, worker: str) -> None:
         turn.do(End(outcome="finished", reason=turn.state.reason))
 
 
-def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int, *, under_way: bool) -> None:
+def _rank_failed(turn: Turn, event: Exited, rank: int | None, reason: str) -> None:
+    """End the job, or start its workers again: a ranked worker is gone."""
     state = turn.state
-    where = f" (rank {rank})" if rank is not None else ""
-    reason = f"worker {worker}{where} failed: {describe_exit(code)}"
     proposal = state.proposal
-    turn.record("worker_failed", reason, worker=worker, rank=rank, exit_code=code)
     for wish in (proposal.wish if proposal else None, state.queued):
         if wish is not None:
             turn.do(Answer(wish=wish.id, ok=False, outcome="failed", reason=reason))
-    turn.drop_worker(worker)
+    if event.worker in state.workers:
+        turn.drop_worker(event.worker)
     lived = state.began is not None and turn.now >= state.began + JOIN_PATIENCE_S
     joins = state.standbys_started
     # a job that never ran would fail the same way again (a typo, a missing module): no retry before the first
     # step. A script that joins has run when it has had a world; another one when it came to its c10d store,
     # or has lived long enough
-    has_run = state.has_run or (state.world is not None if joins else under_way or lived)
+    has_run = state.has_run or (state.world is not None if joins else event.under_way or lived)
     best_step = max(state.steps.values(), default=0)
     progress = best_step > state.best_step if joins else lived
     fruitless = 0 if progress else state.fruitless + 1
@@ -325,18 +348,62 @@ def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int, *, under_
         reason += f"; not restarted, since {fruitless} tries in a row made no progress"
     elif left:
         reason += f"; restart {state.restarts + 1} of {state.max_restarts}"
-        turn.state = JobState(
-            nproc=state.nproc, standbys=state.standbys, host=state.host, layout=state.layout, reason=reason,
-            max_restarts=state.max_restarts, restarts=state.restarts + 1, last_resize=state.last_resize,
-            stop_patience_s=state.stop_patience_s, has_run=has_run, fruitless=fruitless,
+        turn.set(
+            restarts=state.restarts + 1, has_run=has_run, fruitless=fruitless,
             best_step=max(state.best_step, best_step),
         )  # fmt: skip
-        turn.do(Restart(reason=reason))
+        nodes.start_again(turn, reason)
         return
     turn.set(phase="ending", proposal=None, queued=None)
     turn.do(
-        End(outcome="failed", reason=reason, worker=worker, rank=rank, code=code, hopeless=hopeless)
-    )
+        End(
+            outcome="failed", reason=reason, worker=event.worker or None, rank=rank, code=event.code,
+            lines=event.lines, hopeless=hopeless,
+        )
+    )  # fmt: skip
+
+
+def _node_lost(turn: Turn, node: str, reason: str) -> None:
+    """Go on without a node whose agent is gone, and all its workers with it."""
+    state = turn.state
+    told = f"node {node} ({state.nodes[node].host}) is lost: {reason}"
+    turn.record("node_lost", told, node=node)
+    ranked, world = node in state.ranked_nodes(), state.world
+    for worker in [worker for worker in state.workers.values() if worker.node == node]:
+        holds_rank = worker.id in world.ranks if world is not None else worker.boot_rank is not None
+        if not holds_rank or state.phase == "ending" or state.stopping is not None:
+            _exited(turn, Exited(worker=worker.id, code=-signal.SIGKILL))
+    nodes.forget(turn, node)
+    if ranked and turn.state.phase != "ending" and turn.state.stopping is None:
+        _rank_failed(turn, Exited(worker="", code=-signal.SIGKILL, under_way=True), None, told)
+
+
+def _node_leaving(turn: Turn, event: NodeLeaving) -> None:
+    """Move a node's work away, then let it go."""
+    state, node = turn.state, turn.state.nodes[event.node]
+    if state.phase == "ending" or state.stopping is not None or state.done_ranks:
+        if event.wish is not None:
+            turn.do(Answer(wish=event.wish, ok=False, outcome="refused", reason="the job is ending"))
+        return
+    others = [other for other in state.in_order() if other.id != node.id]
+    few = f"{state.min_nodes} node{'s' * (state.min_nodes != 1)}"
+    if node.leaving:
+        if event.wish is not None:
+            reason = f"node {node.id} is leaving already: {node.leaving}"
+            turn.do(Answer(wish=event.wish, ok=False, outcome="refused", reason=reason))
+    elif node.leads or (len(others) < state.min_nodes and node.id in state.ranked_nodes()):
+        why = "the job's store is there" if node.leads else f"the job needs {few}"
+        if event.wish is not None:
+            reason = f"node {node.id} cannot be drained: {why}"
+            turn.record("refused", reason, wish=event.wish)
+            turn.do(Answer(wish=event.wish, ok=False, outcome="refused", reason=reason))
+        else:
+            alone = len(state.nodes) == 1
+            _stop(turn, event.reason if alone else f"node {node.id} leaves ({event.reason}), and {why}")
+    else:
+        turn.set_node(node.id, leaving=event.reason, leave_wish=event.wish)
+        turn.record("node_leaving", f"node {node.id} leaves: {event.reason}", node=node.id, wish=event.wish)
+        nodes.move_away(turn, node.id, event.timeout_s)
 
 
 def _stop(turn: Turn, reason: str) -> None:

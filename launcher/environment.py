@@ -16,11 +16,19 @@ PRIVATE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """Where the c10d store of the first world listens."""
+class Attempt:
+    """A first world, as one node starts its part of it."""
 
     host: str
+    """of the c10d store"""
     port: int
+    first_rank: int = 0
+    """of this node"""
+    size: int
+    """workers of all nodes"""
+    node_rank: int = 0
+    num_nodes: int = 1
+    restarts: int = 0
 
 
 def worker_environ(
@@ -31,10 +39,9 @@ def worker_environ(
     socket: Path,
     worker: str,
     slot: int,
-    rank: int | None,
-    restarts: int,
+    ranked: bool,
     threads: int | None,
-    endpoint: Endpoint,
+    attempt: Attempt,
     error_file: Path | None,
 ) -> dict[str, str]:
     """Everything a worker finds in ``os.environ``. A standby has no rank, and is told of none."""
@@ -56,27 +63,27 @@ def worker_environ(
         environ["CUDA_VISIBLE_DEVICES"] = visible_device(options.environ.get("CUDA_VISIBLE_DEVICES"), slot)
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
-    if rank is not None:
-        environ.update(ranked_environ(options, rank=rank, restarts=restarts, endpoint=endpoint))
+    if ranked:
+        environ.update(ranked_environ(options, local_rank=slot, attempt=attempt))
     return environ
 
 
-def ranked_environ(options: RunOptions, *, rank: int, restarts: int, endpoint: Endpoint) -> Mapping[str, str]:
-    """Return what torchrun tells a worker of its place, on one node."""
-    size = str(options.nproc)
+def ranked_environ(options: RunOptions, *, local_rank: int, attempt: Attempt) -> Mapping[str, str]:
+    """Return what torchrun tells a worker of its place."""
+    size, rank = str(attempt.size), str(attempt.first_rank + local_rank)
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0" if options.virtual_local_rank else str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
+        "RANK": rank,
+        "LOCAL_RANK": "0" if options.virtual_local_rank else str(local_rank),
+        "GROUP_RANK": str(attempt.node_rank),
+        "ROLE_RANK": rank,
         "ROLE_NAME": options.role,
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(options.nproc),
+        "GROUP_WORLD_SIZE": str(attempt.num_nodes),
         "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": endpoint.host,
-        "MASTER_PORT": str(endpoint.port),
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "MASTER_ADDR": attempt.host,
+        "MASTER_PORT": str(attempt.port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in options.signals),

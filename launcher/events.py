@@ -36,13 +36,17 @@ class EventLog:
             "reason": reason,
             **fields,
         }
+        self.append(event)
+        return event
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Append an event as it is."""
         try:
             self._file.write(json.dumps(event).encode() + b"\n")
         except OSError as error:  # a full disk must not end the job
             if not self._broken:
                 self._trouble(f"{self._path} cannot be written ({error.strerror}); events from here on are lost")
             self._broken = True
-        return event
 
     def close(self) -> None:
         """Close the file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from launcher import nodes
 from launcher.model import (
     Answer,
     CloseStore,
@@ -40,21 +41,25 @@ ROOT_CAUSE_PATIENCE_S = 0.5
 def begin_first(turn: Turn) -> None:
     """Propose the first world once every worker that was started with a rank has joined."""
     state = turn.state
+    if not state.booted:
+        return
     ranked = sorted(
         (worker for worker in state.workers.values() if worker.boot_rank is not None),
         key=lambda worker: worker.boot_rank if worker.boot_rank is not None else 0,
     )
-    if len(ranked) < state.nproc or not all(worker.joined for worker in ranked):
+    if len(ranked) < state.boot_size or not all(worker.joined for worker in ranked):
         return
     ranks = tuple(worker.id for worker in ranked)
     layout = state.layout or ranked[0].layout or Layout()
+    if (state.restarts or state.membership_restarts) and layout.misfit(len(ranks)) is not None:
+        layout = layout.shrunk_to(len(ranks))  # there are fewer workers than there were
     if (reason := layout.misfit(len(ranks))) is not None:
         turn.set(phase="ending")
         turn.record("refused", reason)
         turn.do(End(outcome="failed", reason=reason))
         return
     target = Target(
-        ranks=ranks, layout=layout, members=members_of(None, ranks, state.host),
+        ranks=ranks, layout=layout, members=members_of(state, ranks),
         note=f"the first world: {short_world(layout, len(ranks))}",
     )  # fmt: skip
     turn.set(
@@ -103,6 +108,7 @@ def refuse(turn: Turn, wish: Wish, reason: str, *, generation: int | None = None
     if turn.state.proposal is not None and turn.state.proposal.wish == wish:
         turn.set(proposal=None)
     turn.do(Answer(wish=wish.id, ok=False, outcome="refused", reason=reason))
+    nodes.turned_down(turn, wish, for_good=True)
 
 
 def numbered(turn: Turn, generation: int) -> None:
@@ -115,7 +121,7 @@ def numbered(turn: Turn, generation: int) -> None:
     world = describe_world(target.layout, len(target.ranks))
     turn.record("proposed", target.note, generation=generation, world=world)
     if turn.state.world is None:
-        turn.do(OpenStore(generation=generation))
+        _open_store(turn)
         return
     check = Check(generation=generation, layout=target.layout, world_size=len(target.ranks))
     turn.send(turn.state.world.ranks[0], check)
@@ -127,9 +133,23 @@ def checked(turn: Turn, refusal: str | None) -> None:
     if proposal is None or proposal.generation is None or proposal.phase is not Phase.PROPOSED:
         return
     if refusal is not None and proposal.wish is not None:
-        refuse(turn, proposal.wish, refusal, generation=proposal.generation)
+        assert proposal.target is not None
+        fewer = nodes.ask_less(proposal.wish, len(proposal.target.ranks))
+        if fewer is None:
+            refuse(turn, proposal.wish, refusal, generation=proposal.generation)
+            return
+        turn.record("refused", f"{refusal}; less is tried", generation=proposal.generation)
+        turn.set(proposal=None)
+        begin(turn, fewer)
     else:
-        turn.do(OpenStore(generation=proposal.generation))
+        _open_store(turn)
+
+
+def _open_store(turn: Turn) -> None:
+    proposal = turn.state.proposal
+    assert proposal is not None
+    target, generation = _aimed(proposal)
+    turn.do(OpenStore(generation=generation, node=turn.state.workers[target.ranks[0]].node))
 
 
 def store_opened(turn: Turn, host: str, port: int) -> None:
@@ -304,7 +324,8 @@ def committed(turn: Turn, *, won: bool) -> None:
         assert proposal.wish is not None
         fields = {"generation": generation, "summary": text, **_but_reason(last)}
         reason = turn.state.reason
-        turn.do(Answer(wish=proposal.wish.id, ok=True, outcome="active", reason=reason, fields=fields))
+        if proposal.wish.without is None:  # a drain is done when the node has left
+            turn.do(Answer(wish=proposal.wish.id, ok=True, outcome="active", reason=reason, fields=fields))
         waiting = frozenset(_names(proposal)) & frozenset(turn.state.workers)
         turn.set(
             retiring=Retiring(
@@ -322,6 +343,7 @@ def committed(turn: Turn, *, won: bool) -> None:
     turn.set(
         world=world, proposal=None, workers=workers, phase="running", steps=dict.fromkeys(world.ranks, step)
     )
+    nodes.settled(turn, proposal.wish)
     for worker, leaves in proposal.retired.items():
         retired(turn, worker, generation=generation, leaves=leaves)
 
@@ -386,6 +408,7 @@ def abort(turn: Turn, reason: str) -> None:
     turn.record("aborted", reason, generation=generation, cause=proposal.wish.cause)
     turn.do(Answer(wish=proposal.wish.id, ok=False, outcome="aborted", reason=reason))
     turn.set(proposal=None)
+    nodes.turned_down(turn, proposal.wish, for_good=False)
     for worker in sorted(kill):
         turn.set_worker(worker, state="leaving")  # not a standby that the next proposal could count on
         turn.do(Kill(worker=worker, reason=reason))

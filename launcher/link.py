@@ -97,7 +97,7 @@ class Link:
             values = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"pid {pid} sent no JSON: {error}") from None
-        if isinstance(values, dict) and values.get("type") in Control.types:
+        if isinstance(values, dict) and values.get("type") in Control.family:
             await self._behind.asked(Control.decode(line), writer)
             return
         hello = Message.decode(line)

@@ -25,10 +25,53 @@ class Phase(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine's share of the job: its agent is there."""
+
+    id: str
+    host: str
+    """the address that others reach its workers at"""
+    nproc: int
+    """ranked workers it can give"""
+    standbys: int = 0
+    """further workers that wait there for a rank"""
+    arrived: int = 0
+    """counts nodes in the order in which they came"""
+    pin: int | None = None
+    """place among the nodes that it was given (``--node-rank``); nodes without one come after those, as they arrived"""
+    leads: bool = False
+    """the controller runs there"""
+    leaving: str = ""
+    """why it is to go; empty for one that stays"""
+    leave_wish: int | None = None
+    """the request that waits for it to be gone"""
+    moves: int = 0
+    """changes of world that should have freed it, and were aborted"""
+    stuck: bool = False
+    """it has to go, and nobody can take its work"""
+    boot_to_come: int = 0
+    """workers of the first world that are not started yet"""
+    forks_to_come: int = 0
+    """standbys that were asked for and are not started yet"""
+    barren: int = 0
+    """standbys in a row that ended before they joined"""
+    parked: bool = False
+    """somebody asked for a world without it: it joins only when somebody asks again"""
+    retry_at: float = 0.0
+    """not asked to join the world before; infinite for one that does not fit into the present world"""
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """What nodes are sorted by."""
+        return (float("inf") if self.pin is None else self.pin, self.arrived)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Worker:
     """One worker process of the job."""
 
     id: str
+    node: str
     pid: int
     boot_rank: int | None
     """the rank it was started with, none for one started as a standby"""
@@ -79,6 +122,12 @@ class Wish:
     layout: Layout | None = None
     replace: str | None = None
     """id or rank of a worker to put a standby in place of"""
+    nodes: int | None = None
+    """so many nodes, with all their workers"""
+    joins: tuple[str, ...] = ()
+    """nodes that wait and are to have ranks too"""
+    without: str | None = None
+    """id of a node that is to have no rank"""
     timeout_s: float = 60.0
     """how long preparing may take"""
     cause: str = "resize"
@@ -151,9 +200,22 @@ class Stopping:
 class JobState:
     """Everything decisions are made from."""
 
-    nproc: int
-    standbys: int
-    host: str = "127.0.0.1"
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    min_nodes: int = 1
+    max_nodes: int = 1
+    join_timeout_s: float = 600.0
+    """how long the fewest nodes may take to come"""
+    last_call_s: float = 5.0
+    """how long the first world waits for more nodes once there are enough"""
+    gathering_since: float | None = None
+    """when the first node came, or the last attempt was given up"""
+    last_arrival: float = 0.0
+    booted: tuple[str, ...] = ()
+    """nodes of the present attempt, in the order of their ranks; empty until there are enough"""
+    clearing: frozenset[str] = frozenset()
+    """nodes that are ending the workers of an attempt before this one"""
+    membership_restarts: int = 0
+    """restarts because nodes came or went, of a script that never joins; not in the budget"""
     layout: Layout | None = None
     """what the launcher was told with --layout"""
     max_restarts: int = 0
@@ -179,17 +241,26 @@ class JobState:
     stopping: Stopping | None = None
     stop_patience_s: float = 15.0
     """how long ranks may take to come to a common last step"""
-    done_ranks: frozenset[str] = frozenset()
-    """ranked workers that have exited 0"""
+    done_ranks: Mapping[str, str] = field(default_factory=dict)
+    """ranked workers that have exited 0, and their nodes"""
     standbys_started: bool = False
-    boot_to_come: int | None = None
-    """workers of the first world that are not started yet; none stands for all"""
-    forks_to_come: int = 0
-    """standbys that were asked for and are not started yet"""
-    barren: int = 0
-    """standbys in a row that ended before they joined"""
     last_resize: Mapping[str, Any] | None = None
     reason: str = "the workers are starting"
+
+    @property
+    def boot_size(self) -> int:
+        """Workers that the present attempt starts with."""
+        return sum(self.nodes[node].nproc for node in self.booted if node in self.nodes)
+
+    def in_order(self) -> list[Node]:
+        """Return the nodes that stay, in the order of their ranks."""
+        return sorted((node for node in self.nodes.values() if not node.leaving), key=lambda node: node.place)
+
+    def ranked_nodes(self) -> frozenset[str]:
+        """Return the nodes that have ranked workers, or are to have them in the attempt that starts."""
+        if self.world is None:
+            return frozenset(self.booted)
+        return frozenset(self.workers[worker].node for worker in self.world.ranks if worker in self.workers)
 
 
 # --- what can happen ----------------------------------------------------------------------------------------
@@ -202,6 +273,40 @@ class Started:
     worker: str
     pid: int
     boot_rank: int | None
+    node: str = "n0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeEntered:
+    """The agent of a node is there and offers workers."""
+
+    node: Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost:
+    """The agent of a node has not been heard of for too long."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLeaving:
+    """A node is to go: it was told to end, or someone drains it."""
+
+    node: str
+    reason: str
+    timeout_s: float
+    wish: int | None = None
+    """the request to answer, for a drain that somebody waits for"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCleared:
+    """Every worker of an earlier attempt has ended on a node."""
+
+    node: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +326,8 @@ class Exited:
     """negative: the signal"""
     under_way: bool = False
     """a worker had come to the c10d store of this attempt: a script that does not join had begun to work"""
+    lines: tuple[str, ...] = ()
+    """what a report says of it, if it failed: where, its error, the end of its stderr"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +381,10 @@ class Tick:
     """Time has passed."""
 
 
-Event = Started | Said | Exited | Wished | Numbered | StoreOpened | StoreFailed | Committed | StopAsked | Tick
+Event = (
+    NodeEntered | NodeLost | NodeLeaving | NodeCleared
+    | Started | Said | Exited | Wished | Numbered | StoreOpened | StoreFailed | Committed | StopAsked | Tick
+)  # fmt: skip
 
 
 # --- what can be asked of the shell -------------------------------------------------------------------------
@@ -298,6 +408,8 @@ class OpenStore:
     """Start the c10d store of a generation; answered by StoreOpened or StoreFailed."""
 
     generation: int
+    node: str
+    """where it is to be: with rank 0 of that generation"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,10 +451,29 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fork:
-    """Fork this many further standbys."""
+class Boot:
+    """Start the workers of the first world, the nodes' ranks one after the other."""
 
+    nodes: tuple[Node, ...]
+    restarts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Fork this many further standbys on a node."""
+
+    node: str
     count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dismiss:
+    """Let a node go: its agent ends what it has, and itself."""
+
+    node: str
+    reason: str
+    ok: bool = True
+    """false for one that was not let in"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,9 +486,10 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """Kill every worker and start the whole world again."""
+    """End every worker on these nodes; answered by one NodeCleared each."""
 
     reason: str
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,11 +501,16 @@ class End:
     worker: str | None = None
     rank: int | None = None
     code: int | None = None
+    lines: tuple[str, ...] = ()
+    """what a report says of the worker that failed first"""
     hopeless: bool = False
     """another try would end the same way"""
 
 
-Action = Send | Number | OpenStore | CloseStore | Commit | Record | Answer | Fork | Kill | Restart | End
+Action = (
+    Send | Number | OpenStore | CloseStore | Commit | Record | Answer
+    | Boot | Fork | Kill | Restart | Dismiss | End
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

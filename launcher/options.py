@@ -25,6 +25,31 @@ class UsageError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """How the nodes of a job find each other."""
+
+    min_nodes: int
+    max_nodes: int
+    host: str
+    """of the rendezvous store: as it was given, the same on every node"""
+    port: int
+    backend: str = "liverun"
+    """``liverun``: embedded in the agent that can listen there, or a ``liverun store`` there; or ``etcd``"""
+    hosts: bool | None = None
+    """whether this agent carries the store; ``None``: if the address is its own and nobody has it yet"""
+    pin: int | None = None
+    """``--node-rank``"""
+    address: str | None = None
+    """``--local-addr``: where others reach this node; ``None``: by which it reaches the store"""
+    join_timeout_s: float = 600.0
+    """how long the fewest nodes may take to come"""
+    last_call_s: float = 5.0
+    """how long the first world waits for more nodes once there are enough"""
+    lost_after_s: float = 5.0
+    """silence after which a node is given up"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Everything the agent of a job needs to know."""
 
@@ -51,6 +76,8 @@ class RunOptions:
     monitor_interval_s: float
     environ: Mapping[str, str]
     """the environment workers start from"""
+    meeting: Meeting | None = None
+    """none for a job of one node"""
     role: str = "default"
     fresh: bool = False
     """a new interpreter for every worker, instead of a fork of the template"""
@@ -78,16 +105,15 @@ def refuse_if(wrong: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
-def parse_nnodes(text: str) -> None:
-    """Accept one node. Raises ``UsageError`` for anything else."""
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Read ``N`` or ``MIN:MAX``. Raises ``UsageError``."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     if match is None:
         raise UsageError(f"--nnodes {text!r} is neither N nor MIN:MAX")
     low, high = int(match[1]), int(match[2] or match[1])
     if low < 1 or high < low:
         raise UsageError(f"--nnodes {text} asks for no possible number of nodes")
-    if (low, high) != (1, 1):
-        raise UsageError(f"--nnodes {text}: this version runs on one node only; use --nnodes 1")
+    return low, high
 
 
 def parse_nproc(
@@ -150,6 +176,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
+def parse_duration(text: str) -> float:
+    """Read ``30s``, ``2m``, ``1h`` or plain seconds. Raises ``UsageError``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|s|m|min|h)", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"{text!r} is no duration; write it like 30s or 2m")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
+
+
 def parse_layout(text: str | None) -> Layout | None:
     """Read ``--layout``. Raises ``UsageError``."""
     if not text:
@@ -182,12 +216,15 @@ def parse_signals(text: str) -> tuple[list[signal.Signals], list[str]]:
     return found, [word for word in strange if word]
 
 
-def check_rdzv_conf(text: str) -> None:
-    """Accept ``KEY=VALUE,KEY=VALUE``. Raises ``UsageError``."""
+def parse_rdzv_conf(text: str) -> dict[str, str]:
+    """Read ``KEY=VALUE,KEY=VALUE``. Raises ``UsageError``."""
+    found = {}
     for pair in text.strip().split(",") if text.strip() else ():
         key, _, value = pair.partition("=")
         if not key.strip() or not value.strip():
             raise UsageError(f"--rdzv-conf {text!r}: write KEY=VALUE,KEY=VALUE")
+        found[key.strip()] = value.strip()
+    return found
 
 
 def parse_endpoint(text: str) -> tuple[str, int | None]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.model import End
+from launcher.orders import Finish
 from launcher.pool import Pool
 from launcher.rundir import write_json
 
@@ -18,7 +19,7 @@ def write_reason(environ: Mapping[str, str], reason: str) -> None:
     _write(environ, {"reason": reason, "failures": []})
 
 
-def write_outcome(environ: Mapping[str, str], end: End, pool: Pool) -> None:
+def write_outcome(environ: Mapping[str, str], end: End | Finish, pool: Pool) -> None:
     """Tell how a job ended, and which workers failed, the first one first."""
     failures = []
     if end.outcome == "failed":

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.destinations import Destinations
-from launcher.environment import Endpoint, with_local_rank, worker_environ
-from launcher.model import Exited, Started
+from launcher.environment import Attempt, with_local_rank, worker_environ
+from launcher.orders import WorkerExited, WorkerStarted
 from launcher.options import RunOptions
 from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error, kill_session
+from launcher.report import failure_lines
 from launcher.rundir import JobFolder
 
 
@@ -56,7 +57,7 @@ class Pool:
         template: TemplateClient,
         reaper: Reaper,
         threads: int | None,
-        tell: Callable[[Started | Exited], None],
+        tell: Callable[[WorkerStarted | WorkerExited], None],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.options = options
@@ -67,6 +68,8 @@ class Pool:
         self._threads = threads
         self._tell = tell
         self._clock = wall_clock
+        self.prefix = ""
+        """of worker ids: the node's, but on the first node"""
         self._ids = itertools.count()
         self._starts: dict[str, asyncio.Event] = {}
         self._slots: dict[str, int] = {}
@@ -78,17 +81,21 @@ class Pool:
         self.rendezvous = folder.path / "rendezvous"
         """a file that is there once a worker has come to the present attempt's first c10d store"""
         self.changed = asyncio.Event()
-        self.endpoint = Endpoint(host=options.host, port=0)
-        self.restarts = 0
+        self.attempt = Attempt(host=options.host, port=0, size=options.nproc)
+
+    @property
+    def restarts(self) -> int:
+        """Return the number of the present attempt, from 0."""
+        return self.attempt.restarts
 
     def log_folder(self, worker: str) -> Path:
         """Where a worker's output lies, or links to where it lies."""
         return self._folder.log_folder(worker)
 
-    async def begin(self) -> None:
+    async def begin(self, attempt: Attempt) -> None:
         """Make what a new attempt needs on disk. Raises ``TemplateError``."""
+        self.attempt = attempt
         try:
-            self.rendezvous.unlink(missing_ok=True)
             self._reserved = set(range(self.options.nproc))
             await self.destinations.begin(self.restarts, self._template, self._environ_of_rank)
         except OSError as error:
@@ -97,14 +104,15 @@ class Pool:
     def _environ_of_rank(self, rank: int) -> dict[str, str]:
         return worker_environ(
             self.options, job=self._job, folder=self._folder.path, socket=self._folder.socket_path,
-            worker=f"w{rank}", slot=rank, rank=rank, restarts=self.restarts, threads=self._threads,
-            endpoint=self.endpoint, error_file=None,
+            worker=f"{self.prefix}w{rank}", slot=rank, ranked=True, threads=self._threads,
+            attempt=self.attempt, error_file=None,
         )  # fmt: skip
 
-    async def start(self, boot_rank: int | None) -> str:
-        """Fork one worker; its id. Raises ``TemplateError``."""
-        worker = f"w{next(self._ids)}"
-        slot = self._slot(boot_rank)
+    async def start(self, local_rank: int | None) -> str:
+        """Fork one worker, for a rank of the first world or as a standby; its id. Raises ``TemplateError``."""
+        worker = f"{self.prefix}w{next(self._ids)}"
+        slot = self._slot(local_rank)
+        boot_rank = None if local_rank is None else self.attempt.first_rank + local_rank
         self._slots[worker] = slot
         try:
             logs = self.destinations.place(worker, slot)
@@ -112,8 +120,7 @@ class Pool:
             raise TemplateError(f"cannot make log files: {describe_os_error(error)}") from None
         environ = worker_environ(
             self.options, job=self._job, folder=self._folder.path, socket=self._folder.socket_path,
-            worker=worker, slot=slot, rank=boot_rank, restarts=self.restarts, threads=self._threads,
-            endpoint=self.endpoint,
+            worker=worker, slot=slot, ranked=boot_rank is not None, threads=self._threads, attempt=self.attempt,
             error_file=logs.error,
         )  # fmt: skip
         self._starts[worker] = asyncio.Event()
@@ -134,16 +141,16 @@ class Pool:
         )
         pid = int(answer["pid"])
         self.alive[worker] = Process(pid, boot_rank, slot, self.restarts)
-        self._tell(Started(worker=worker, pid=pid, boot_rank=boot_rank))
+        self._tell(WorkerStarted(worker=worker, pid=pid, boot_rank=boot_rank))
         self._starts[worker].set()
         self._reaper.expect(pid, lambda code: self._ended(worker, code))
         return worker
 
-    def _slot(self, boot_rank: int | None) -> int:
+    def _slot(self, local_rank: int | None) -> int:
         """Return the place of a worker: its rank for one that starts with one, even if others have ended already."""
-        if boot_rank is not None:
-            self._reserved.discard(boot_rank)
-            return boot_rank
+        if local_rank is not None:
+            self._reserved.discard(local_rank)
+            return local_rank
         taken = {*self._slots.values(), *self._reserved}
         return next(free for free in itertools.count() if free not in taken)
 
@@ -156,11 +163,18 @@ class Pool:
 
     def _ended(self, worker: str, code: int) -> None:
         process = self.alive.pop(worker)
-        self.ended[worker] = Ended(process, code, process.restarts, self._clock())
+        ended = self.ended[worker] = Ended(process, code, process.restarts, self._clock())
         del self._slots[worker]
         kill_session(process.pid, spare_leader=True)
-        self._tell(Exited(worker=worker, code=code, under_way=self.rendezvous.exists()))
+        lines = () if code == 0 else tuple(self._report(worker, ended))
+        self._tell(
+            WorkerExited(worker=worker, code=code, under_way=self.rendezvous.exists(), lines=lines)
+        )
         self.changed.set()
+
+    def _report(self, worker: str, ended: Ended) -> list[str]:
+        placed = self.destinations.of(worker)
+        return failure_lines(pid=ended.process.pid, stderr=placed.stderr, error=placed.error)
 
     def signal(self, worker: str, number: signal.Signals) -> None:
         """Signal the worker process itself, not what it has started."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.model import End
-from launcher.pool import Ended
+from launcher.orders import Finish
 from launcher.process import describe_exit, last_lines
 
 NUM_LINES = 20
@@ -34,13 +35,20 @@ def error_text(error: Mapping[str, Any] | None) -> str:
     return lines[0] if lines else ""
 
 
-def failure_lines(end: End, ended: Ended | None, *, host: str, stderr: Path, error: Path | None) -> list[str]:
-    """Return the report on the first failure, line by line."""
-    how = describe_exit(end.code or 0)
-    where = f"host {host}" + (f", pid {ended.process.pid}" if ended is not None else "")
-    lines = [f"first failure: worker {end.worker}, rank {end.rank}, {how} ({where}); its stderr is {stderr}"]
+def failure_lines(*, pid: int, stderr: Path, error: Path | None) -> list[str]:
+    """Return what this host knows of a worker that failed: where it was, where its stderr is, what it said."""
+    lines = [f"host {socket.gethostname()}, pid {pid}", f"its stderr is {stderr}"]
     if text := error_text(read_error(error)):
         lines.append(f"its error: {text}")
     if tail := last_lines(stderr, NUM_LINES):
         lines.append("the last lines of it:\n" + "\n".join(f"    {line}" for line in tail.splitlines()))
     return lines
+
+
+def first_failure(end: End | Finish) -> list[str]:
+    """Return the report on the first failure, line by line; nothing for an end without one."""
+    if end.worker is None:
+        return []
+    where, stderr, *more = end.lines or ("host unknown", "its stderr is lost")
+    how = describe_exit(end.code or 0)
+    return [f"first failure: worker {end.worker}, rank {end.rank}, {how} ({where}); {stderr}", *more]

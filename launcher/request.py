@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from launcher.options import (
     DEFAULT_SHUTDOWN_TIMEOUT_S,
+    Meeting,
     RunOptions,
     UsageError,
     ask_torch_for_devices,
     check_job_id,
-    check_rdzv_conf,
     count_cpus,
     count_gpus,
     parse_bytes,
@@ -21,6 +21,7 @@ from launcher.options import (
     parse_layout,
     parse_nnodes,
     parse_nproc,
+    parse_rdzv_conf,
     parse_run_id,
     parse_signals,
     refuse_if,
@@ -32,6 +33,10 @@ START_METHODS = ("spawn", "fork", "forkserver")
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 """those of torch that are there without anyone registering one"""
+BACKENDS = ("static", "c10d", "liverun", "etcd", "etcd-v2")
+"""``static`` and ``c10d`` name the same store of our own here"""
+DEFAULT_PORT = 29400
+"""torch's for the c10d backend"""
 T = TypeVar("T")
 
 
@@ -63,7 +68,7 @@ class RunWords:
     rdzv_endpoint: str
     rdzv_id: str
     rdzv_conf: str
-    node_rank: int
+    node_rank: int | None
     local_addr: str | None
     start_method: str | None
     role: str
@@ -82,7 +87,9 @@ class RunWords:
 def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOptions, list[str]]:
     """Return what was asked, and warnings about what is ignored. Raises ``UsageError``."""
     warnings: list[str] = []
-    parse_nnodes(words.nnodes)
+    min_nodes, max_nodes = (1, 1) if words.standalone else parse_nnodes(words.nnodes)
+    if words.standalone:
+        parse_nnodes(words.nnodes)
     refuse_if(
         words.module and words.no_python and not words.run_path,
         "--module and --no-python exclude each other",
@@ -103,10 +110,11 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
     _check_virtual_ranks(words, nproc, environ)
     layout = parse_layout(words.layout)
     misfit = layout.misfit(nproc) if layout is not None else None
-    refuse_if(misfit is not None, misfit or "")
+    refuse_if(misfit is not None and max_nodes == 1, misfit or "")
     signals, strange = parse_signals(words.signals_to_handle)
     warnings += [f"--signals-to-handle: {name} cannot be handled, and is ignored" for name in strange]
-    host, port = _endpoint(words, warnings)
+    meeting = _meeting(words, min_nodes, max_nodes, warnings) if max_nodes > 1 else None
+    host, port = _endpoint(words, warnings) if meeting is None else (words.local_addr or "", 0)
     redirects = _value(lambda: StreamChoice.parse(words.redirects, "--redirects"))
     tee = _value(lambda: StreamChoice.parse(words.tee, "--tee"))
     if (words.duplicate_stdout_filters or words.duplicate_stderr_filters) and not tee.any():
@@ -119,7 +127,7 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
         log_dir=log_dir, staging_bytes=parse_bytes(words.staging), max_restarts=words.max_restarts,
         shutdown_timeout_s=shutdown_timeout_s, host=host, port=port,
         rdzv_id="" if words.standalone or words.rdzv_id == "none" else parse_run_id(words.rdzv_id),
-        preload=words.preload, monitor_interval_s=words.monitor_interval, environ=environ, role=words.role,
+        meeting=meeting, preload=words.preload, monitor_interval_s=words.monitor_interval, environ=environ, role=words.role,
         fresh=words.start_method == "spawn", virtual_local_rank=words.virtual_local_rank,
         numa_binding=words.numa_binding, signals=tuple(signals), redirects=redirects, tee=tee,
         local_ranks=_value(lambda: parse_ranks(words.local_ranks_filter, "--local-ranks-filter")),
@@ -173,12 +181,76 @@ def _check_virtual_ranks(words: RunWords, nproc: int, environ: Mapping[str, str]
         )
 
 
+def _meeting(words: RunWords, min_nodes: int, max_nodes: int, warnings: list[str]) -> Meeting:
+    """Return where several nodes meet. Raises ``UsageError`` if that was not said."""
+    conf = parse_rdzv_conf(words.rdzv_conf)
+    refuse_if(
+        words.rdzv_backend not in BACKENDS, f"--rdzv-backend {words.rdzv_backend!r} is none of {', '.join(BACKENDS)}"
+    )
+    if words.rdzv_endpoint:
+        host, port = parse_endpoint(words.rdzv_endpoint)
+    elif words.master_addr:
+        host, port = words.master_addr, words.master_port
+    else:
+        raise UsageError(
+            f"--nnodes {words.nnodes}: say where the nodes meet, with --rdzv-endpoint HOST:PORT on each of them;"
+            " HOST is the address of one of them, or of a 'liverun store'"
+        )
+    refuse_if(
+        port == 0, f"--rdzv-endpoint {words.rdzv_endpoint!r}: give a port that every node can know; 0 is anyone's guess"
+    )
+    static = words.rdzv_backend == "static"
+    refuse_if(
+        words.node_rank is not None and not 0 <= words.node_rank < max_nodes,
+        f"--node-rank {words.node_rank} is not from 0 to {max_nodes - 1}",
+    )
+    return Meeting(
+        min_nodes=min_nodes, max_nodes=max_nodes, host=host, port=port or DEFAULT_PORT,
+        backend="etcd" if words.rdzv_backend.startswith("etcd") else "liverun",
+        hosts=_yes_or_no(conf.pop("is_host"), "is_host") if "is_host" in conf else None,
+        pin=words.node_rank if words.node_rank is not None else 0 if static and words.master_addr else None,
+        address=words.local_addr,
+        join_timeout_s=_conf_seconds(conf, ("join_timeout", "timeout"), 600.0),
+        last_call_s=_conf_seconds(conf, ("last_call_timeout",), 5.0),
+        lost_after_s=_lost_after(conf, warnings),
+    )  # fmt: skip
+
+
+def _lost_after(conf: dict[str, str], warnings: list[str]) -> float:
+    """Read the last of ``--rdzv-conf``, and warn about what has no meaning here."""
+    interval_s = _conf_seconds(conf, ("keep_alive_interval",), 1.0)
+    attempts = _conf_seconds(conf, ("keep_alive_max_attempt",), 5.0)
+    for name in ("read_timeout", "close_timeout", "heartbeat_timeout", "store_type", "use_agent_store", "rank"):
+        conf.pop(name, None)  # torch's own, of no consequence here
+    warnings += [f"--rdzv-conf {name} has no meaning here, and is ignored" for name in conf]
+    return interval_s * attempts
+
+
+def _conf_seconds(conf: dict[str, str], names: tuple[str, ...], default: float) -> float:
+    value = default
+    for name in names:
+        text = conf.pop(name, None)
+        if text is not None:
+            try:
+                value = float(text)
+            except ValueError:
+                value = -1.0
+            refuse_if(not 0 <= value < float("inf"), f"--rdzv-conf {name}={text} is not a number of seconds")
+    return value
+
+
+def _yes_or_no(text: str, name: str) -> bool:
+    word = text.lower()
+    refuse_if(word not in ("1", "0", "true", "false", "yes", "no"), f"--rdzv-conf {name}={text} is neither true nor false")
+    return word in ("1", "true", "yes")
+
+
 def _endpoint(words: RunWords, warnings: list[str]) -> tuple[str, int]:
     """Return where the first world's store listens: what was given, and loopback otherwise."""
-    check_rdzv_conf(words.rdzv_conf)
+    parse_rdzv_conf(words.rdzv_conf)
     if words.rdzv_conf:
         warnings.append("--rdzv-conf is ignored: one node has nobody to wait for")
-    if words.node_rank != 0:
+    if words.node_rank:
         warnings.append(f"--node-rank {words.node_rank} is ignored: the job has one node")
     if words.rdzv_backend not in ("static", "c10d"):
         warnings.append(f"--rdzv-backend {words.rdzv_backend} is ignored by this version")

@@ -103,18 +103,27 @@ class JobFolder:
         self._socket_folder = socket_folder
 
     @classmethod
-    def create(cls, root: Path, job: str, uid: int) -> JobFolder:
-        """Make the folder of a new job. Raises ``JobError`` if a job of that id runs already."""
+    def create(cls, root: Path, job: str, uid: int, *, shared: bool = False) -> JobFolder:
+        """Make the folder of a new job. Raises ``JobError`` if a job of that id runs already.
+
+        ``shared``: agents of several nodes may keep their folders of one job side by side here (a home folder that
+        the nodes share, or several agents on one host); the later ones are called ``<job>@2`` and so on.
+        """
         private_folder(root, uid)
         path = root / job
+        for number in range(2, 10_000):
+            record = read_record(path) if shared and path.exists() else None
+            if record is None or record.ended_already:
+                break
+            path = root / f"{job}@{number}"
         if path.exists():
             record = read_record(path)
             if record is not None and not record.ended_already:
                 raise JobError(
                     f"a job {job} is running (pid {record.pid}); stop it, or give this one another --job", 2
                 )
-            earlier = next(n for n in range(1, 1_000_000) if not (root / f"{job}.{n}").exists())
-            path.rename(root / f"{job}.{earlier}")
+            earlier = next(n for n in range(1, 1_000_000) if not (root / f"{path.name}.{n}").exists())
+            path.rename(root / f"{path.name}.{earlier}")
         path.mkdir(mode=0o700)
         try:
             (path / "logs").mkdir(mode=0o700)
@@ -204,7 +213,7 @@ def find_job(root: Path, job: str | None, uid: int, *, ended_too: bool) -> tuple
             return root / records[-1].id, records[-1]
         if not running:
             raise JobError(f"no job is running here (looked in {root}); start one with 'liverun run'", 69)
-        if len(running) > 1:
+        if len({record.id.partition("@")[0] for record in running}) > 1:
             ids = ", ".join(record.id for record in running)
             raise JobError(f"{len(running)} jobs are running here: {ids}; say which one", 2)
         job = running[0].id

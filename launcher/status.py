@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.decide import JOIN_PATIENCE_S, has_joined
-from launcher.model import JobState
+from launcher.model import JobState, Node
+from launcher.nodes import JOIN_PATIENCE_S, has_joined
 
 SCHEMA_VERSION = 1
 
@@ -20,15 +20,9 @@ def job_state(state: JobState, now: float) -> str:
     return "running" if plain else "starting"
 
 
-def status_object(state: JobState, *, job: str, host: str, now: float) -> dict[str, Any]:
+def status_object(state: JobState, *, job: str, now: float) -> dict[str, Any]:
     """Return the job as it is now."""
     world = state.world
-    ranks = {worker: rank for rank, worker in enumerate(world.ranks)} if world else {}
-    rows = []
-    for worker in state.workers.values():
-        rank = ranks.get(worker.id, None if world else worker.boot_rank)
-        rows.append({"id": worker.id, "pid": worker.pid, "rank": rank, "state": worker.state})
-    rows.sort(key=lambda row: (row["rank"] is None, row["rank"] or 0))
     word = job_state(state, now)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -39,20 +33,32 @@ def status_object(state: JobState, *, job: str, host: str, now: float) -> dict[s
         "step": max(state.steps.values(), default=None),
         "report": dict(state.report),
         "world": world.as_dict() if world else None,
-        "nodes": [
-            {
-                "id": "n0",
-                "host": host,
-                "state": "leaving" if word == "stopping" else "active",
-                "workers": rows,
-                "standbys": sum(row["state"] == "standby" for row in rows),
-            }
-        ],
+        "nodes": [_node(state, node, word) for node in sorted(state.nodes.values(), key=lambda node: node.place)],
         "restarts": {"used": state.restarts, "max": state.max_restarts},
         "proposal": None
         if state.proposal is None
         else {"generation": state.proposal.generation, "phase": state.proposal.phase.value},
         "last_resize": state.last_resize,
+    }
+
+
+def _node(state: JobState, node: Node, word: str) -> dict[str, Any]:
+    """Return one node with its workers; its state is ``active``, ``spare`` or ``leaving``."""
+    world = state.world
+    ranks = {worker: rank for rank, worker in enumerate(world.ranks)} if world else {}
+    rows = []
+    for worker in state.workers.values():
+        if worker.node == node.id:
+            rank = ranks.get(worker.id, None if world else worker.boot_rank)
+            rows.append({"id": worker.id, "pid": worker.pid, "rank": rank, "state": worker.state})
+    rows.sort(key=lambda row: (row["rank"] is None, row["rank"] or 0))
+    spare = node.id not in state.ranked_nodes()
+    return {
+        "id": node.id,
+        "host": node.host,
+        "state": "leaving" if word == "stopping" or node.leaving else "spare" if spare else "active",
+        "workers": rows,
+        "standbys": sum(row["state"] == "standby" for row in rows),
     }
 
 

@@ -9,6 +9,9 @@ from typing import Any
 from launcher.model import Action, Decision, Fork, JobState, Proposal, Record, Send, Worker
 from liverun.messages import Message
 
+MAX_BARREN = 3
+"""standbys of a node in a row that may end before they join, before no more are started there"""
+
 
 class Turn:
     """Mutable only while one event is decided."""
@@ -84,14 +87,21 @@ class Turn:
             )
         )
 
+    def set_node(self, node: str, **changes: Any) -> None:
+        """Change fields of a node."""
+        self.set(nodes={**self.state.nodes, node: replace(self.state.nodes[node], **changes)})
+
     def fill_pool(self) -> None:
-        """Ask for standbys up to the node's slots, once the script is known to join."""
-        state = self.state
-        to_come = state.forks_to_come + (state.nproc if state.boot_to_come is None else state.boot_to_come)
-        missing = state.nproc + state.standbys - len(state.workers) - len(state.done_ranks) - to_come
-        if state.standbys_started and state.phase != "ending" and state.barren < 3 and missing > 0:
-            self.set(forks_to_come=state.forks_to_come + missing)
-            self.do(Fork(count=missing))
+        """Ask for standbys up to each node's slots, once the script is known to join."""
+        if not self.state.standbys_started or self.state.phase == "ending":
+            return
+        for node in self.state.in_order():
+            present = sum(worker.node == node.id for worker in self.state.workers.values())
+            present += list(self.state.done_ranks.values()).count(node.id)
+            missing = node.nproc + node.standbys - present - node.forks_to_come - node.boot_to_come
+            if node.barren < MAX_BARREN and missing > 0:
+                self.set_node(node.id, forks_to_come=node.forks_to_come + missing)
+                self.do(Fork(node=node.id, count=missing))
 
     def name(self, worker: str) -> str:
         """Write a worker as people should read it, with its rank if it has one."""

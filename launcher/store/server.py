@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import ClientConnectionError, WSMsgType, web
+from aiohttp import ClientConnectionError, web
 
-from launcher.store import wire
-from launcher.store.auth import (
-    NONCE_BYTES,
-    PROTOCOL,
-    ROLES,
-    Claim,
-    Token,
-    client_proof,
-    same,
-    server_proof,
-)
+from launcher.store.auth import Claim, Token
 from launcher.store.contract import Change
-from launcher.store.door import HANDSHAKE_S, Door, Strangers, Visit, bind_one
 from launcher.store.engine import Engine
 from launcher.store.errors import CompactedError
+from launcher.store.guard import Guard
 from launcher.store.session import Session
 
-log = logging.getLogger("liverun.store")
-SESSION_PATH = "/v1/session"
-HEALTH_PATH = "/healthz"
-HEARTBEAT_S = 15.0
 TICK_S = 0.5
 """how long a lease may outlive its time when nobody asks; it never ends early"""
-MAX_NAME_CHARS = 128
 
 
-class StoreServer:
+class StoreServer(Guard):
     """The engine's door. Stop it with :meth:`stop`; the engine stays open."""
 
     def __init__(
@@ -45,49 +30,36 @@ class StoreServer:
         ssl_context: ssl.SSLContext | None = None, beat_s: float | None = None,
     ) -> None:  # fmt: skip
         """``beat_s``: how often every agent is asked whether it is there, for a write gate; ``None``: never."""
+        super().__init__(token, job=job, random=random, ssl_context=ssl_context)
         self._beat_s = beat_s
         self.engine = engine
         self.heard: dict[str, float] = {}
         """for each node, when the latest :meth:`beat` it has answered was asked, on the engine's clock"""
-        self.strangers = Strangers()
-        self._token = token
-        self._job = job
-        self._random = random
-        self._ssl = ssl_context
         self._sessions: dict[Session, web.WebSocketResponse] = {}
-        self._door: Door | None = None
-        self._listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
+    @property
+    def connections(self) -> list[web.WebSocketResponse]:
+        """See :class:`Guard`."""
+        return list(self._sessions.values())
+
+    async def start(self, host: str, port: int = 0, *, listener: socket.socket | None = None) -> tuple[str, int]:
         """Listen at one address; that address, and the port, which is the kernel's choice for 0.
 
         Raises ``ValueError`` for an address that means all of them, and ``OSError``.
         """
-        listener = bind_one(host, port)
-        self._door = Door(self.handle, self.strangers)
-        self._listener = await asyncio.get_running_loop().create_server(
-            self._door, sock=listener, ssl=self._ssl, backlog=1024,
-            ssl_handshake_timeout=HANDSHAKE_S if self._ssl else None,
-        )  # fmt: skip
+        place = await self.listen(host, port, listener=listener)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._spread())]
         if self._beat_s is not None:
             self._tasks.append(asyncio.create_task(self._beat_on(self._beat_s)))
-        return host, int(listener.getsockname()[1])
+        return place
 
     async def stop(self) -> None:
         """Close every connection and stop listening."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
-        for ws in list(self._sessions.values()):
-            with contextlib.suppress(ConnectionError, ClientConnectionError, TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await ws.close()
-        if self._door is not None:
-            await self._door.shutdown(0.2)
+        await self.close()
 
     async def send_away(self) -> None:
         """Tell every client where a store that was sealed has gone."""
@@ -95,58 +67,9 @@ class StoreServer:
             with contextlib.suppress(ConnectionError, ClientConnectionError):
                 await session.say_moved()
 
-    # --- one connection -----------------------------------------------------------------------------------
-
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one HTTP request."""
-        if request.method == "GET" and request.path == HEALTH_PATH:
-            return web.Response(text="ok\n")
-        if request.method != "GET" or request.path != SESSION_PATH:
-            return web.Response(status=404, headers={"Connection": "close"})
-        ws = web.WebSocketResponse(
-            max_msg_size=wire.MAX_FRAME_BYTES, compress=False, heartbeat=HEARTBEAT_S, timeout=1.0
-        )
-        if not ws.can_prepare(request).ok:
-            return web.Response(status=400, headers={"Connection": "close"})
-        await ws.prepare(request)
-        try:
-            claim = await self._greet(ws)
-            visit = request.protocol
-            assert isinstance(visit, Visit)
-            visit.prove()
-            await self._serve(claim, ws)
-        except ValueError as error:
-            self.strangers.refused += 1
-            log.debug("closed a connection: %s", error)
-        except (ConnectionError, ClientConnectionError):
-            pass
-        with contextlib.suppress(ConnectionError, ClientConnectionError):
-            await ws.close()
-        return ws
-
-    async def _greet(self, ws: web.WebSocketResponse) -> Claim:
-        """Prove each other. Raises ``ValueError`` for a client that is not let in."""
-        nonce = self._random(NONCE_BYTES)
-        await ws.send_bytes(wire.dump({"protocol": PROTOCOL, "nonce": nonce.hex()}))
-        frame = await ws.receive()
-        if frame.type is not WSMsgType.BINARY or len(frame.data) > wire.MAX_HELLO_BYTES:
-            raise ValueError("no claim came")
-        claim, proof = _read_claim(wire.parse(frame.data), nonce)
-        if not same(proof, client_proof(self._token, claim)):
-            await ws.send_bytes(wire.dump({"refused": "forbidden"}))
-            raise ValueError("a claim without its proof")
-        answer = self._judge(claim)
-        body = wire.dump(answer)
-        proof = server_proof(self._token, claim, body)
-        await ws.send_bytes(wire.dump({"answer": body.decode(), "proof": proof.hex()}))
-        if "error" in answer:
-            raise ValueError(answer["say"])
-        return claim
-
-    def _judge(self, claim: Claim) -> dict[str, Any]:
+    def judge(self, claim: Claim) -> dict[str, Any]:
+        """See :class:`Guard`."""
         machine = self.engine.machine
-        if claim.job != self._job:
-            return {"error": "forbidden", "say": f"this is the store of job {self._job}, not of {claim.job}"}
         if machine.sealed is not None:
             return {"error": "moved", "say": "the store has moved", "moved": machine.sealed}
         if claim.generation is not None and claim.generation < machine.fence:
@@ -154,7 +77,8 @@ class StoreServer:
             return {"error": "fenced", "say": say, "generation": machine.fence}
         return {"term": machine.term, "revision": machine.revision}
 
-    async def _serve(self, claim: Claim, ws: web.WebSocketResponse) -> None:
+    async def serve(self, claim: Claim, ws: web.WebSocketResponse) -> None:
+        """See :class:`Guard`."""
         session = Session(self.engine, claim, self._token, ws)
         self._sessions[session] = ws
         try:
@@ -195,20 +119,3 @@ class StoreServer:
                 self.engine.expire()
             due = self.engine.next_due_s()
             await asyncio.sleep(TICK_S if due is None else min(max(due, 0.01), TICK_S))
-
-
-def _read_claim(message: wire.Message, server_nonce: bytes) -> tuple[Claim, bytes]:
-    names = [message.get(name) for name in ("job", "node", "role")]
-    generation = message.get("generation")
-    if not all(isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS for name in names):
-        raise ValueError("a claim without job, node or role")
-    if names[2] not in ROLES or not (generation is None or wire._is_int(generation)):
-        raise ValueError("a claim of no known role or generation")
-    nonce, proof = bytes.fromhex(str(message.get("nonce"))), bytes.fromhex(str(message.get("proof")))
-    if len(nonce) != NONCE_BYTES:
-        raise ValueError("a nonce of another size")
-    job, node, role = map(str, names)
-    claim = Claim(
-        job=job, node=node, role=role, generation=generation, server_nonce=server_nonce, client_nonce=nonce
-    )
-    return claim, proof

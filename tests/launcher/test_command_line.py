@@ -58,8 +58,12 @@ def test_help_answers_in_a_moment(bed: Bed) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--nnodes", "2", "x.py"], "--nnodes 2: this version runs on one node only; use --nnodes 1"),
-        (["--nnodes", "1:2", "x.py"], "one node only"),
+        (["--nnodes", "2", "x.py"], "--nnodes 2: say where the nodes meet, with --rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2:1", "x.py"], "--nnodes 2:1 asks for no possible number of nodes"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h:0", "x.py"], "give a port that every node can know"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h", "--node-rank", "2", "x.py"], "--node-rank 2 is not from 0 to 1"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h", "--rdzv-backend", "zk", "x.py"], "'zk' is none of static"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h", "--rdzv-conf", "timeout=soon", "x.py"], "timeout=soon is not a"),
         (["--nnodes", "few", "x.py"], "--nnodes 'few' is neither N nor MIN:MAX"),
         (
             ["--nproc-per-node", "0", "x.py"],
@@ -76,7 +80,8 @@ def test_help_answers_in_a_moment(bed: Bed) -> None:
         (["--no-such-option", "x.py"], "No such option"),
         (["run"], "Missing argument 'script'"),
         (["resize"], "say what the world is to be"),
-        (["resize", "--nodes", "2"], "one node only"),
+        (["resize", "--nodes", "0"], "--nodes 0: ask for at least 1"),
+        (["drain", "n1", "--deadline", "soon"], "'soon' is no duration; write it like 30s or 2m"),
         (["resize", "--layout", "tp"], "'tp' is not one of"),
         (["resize", "--replace", "1", "--workers", "2"], "--replace keeps size and layout"),
         (["resize", "--workers", "2", "--timeout", "0"], "no time at all"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, TypeVar
 
 import pytest
@@ -13,6 +14,7 @@ from launcher.generation import ARM_TIMEOUT_S, MAX_ARM_TRIES, RETIRE_TIMEOUT_S, 
 from launcher.model import (
     Action,
     Answer,
+    Boot,
     CloseStore,
     Commit,
     Committed,
@@ -22,6 +24,11 @@ from launcher.model import (
     Fork,
     JobState,
     Kill,
+    Node,
+    NodeCleared,
+    NodeEntered,
+    NodeLeaving,
+    NodeLost,
     Number,
     Numbered,
     OpenStore,
@@ -64,15 +71,20 @@ A = TypeVar("A")
 class Drive:
     """Feeds events to decide() and plays a shell that always succeeds."""
 
-    def __init__(self, nproc: int = 2, standbys: int = 2, **more: Any) -> None:
-        self.state = JobState(nproc=nproc, standbys=standbys, **more)
+    def __init__(self, nproc: int = 2, standbys: int = 2, *, enter: bool = True, **more: Any) -> None:
+        self.state = JobState(**more)
         self.now = 1000.0
         self.actions: list[Action] = []
         self.next_generation = 1
         self.next_wish = 1
-        self.forked = 0
-        for rank in range(nproc):
-            self.feed(Started(worker=f"w{rank}", pid=100 + rank, boot_rank=rank))
+        self.ids = itertools.count()
+        if enter:
+            self.enter("n0", nproc, standbys, leads=True)
+
+    def enter(self, name: str, nproc: int = 2, standbys: int = 0, **more: Any) -> list[Action]:
+        """Let the agent of a node come."""
+        node = Node(id=name, host=f"host-{name}", nproc=nproc, standbys=standbys, arrived=int(name[1:]), **more)
+        return self.feed(NodeEntered(node=node))
 
     def feed(self, *events: Event) -> list[Action]:
         """Decide on events; what these brought about."""
@@ -93,11 +105,21 @@ class Drive:
             self.feed(StoreOpened(generation=action.generation, host="h", port=1))
         elif isinstance(action, Commit):
             self.feed(Committed(generation=action.world.generation, won=True))
+        elif isinstance(action, Boot):
+            rank = 0
+            for node in action.nodes:
+                for _ in range(node.nproc):
+                    self._start(node.id, rank)
+                    rank += 1
         elif isinstance(action, Fork):
             for _ in range(action.count):
-                worker = f"w{self.state.nproc + self.forked}"
-                self.forked += 1
-                self.feed(Started(worker=worker, pid=200 + self.forked, boot_rank=None))
+                self._start(action.node, None)
+        elif isinstance(action, Restart):
+            self.feed(*(NodeCleared(node=node) for node in action.nodes))
+
+    def _start(self, node: str, rank: int | None) -> None:
+        number = next(self.ids)
+        self.feed(Started(worker=f"w{number}", pid=100 + number, boot_rank=rank, node=node))
 
     def say(self, worker: str, message: Message) -> list[Action]:
         return self.feed(Said(worker=worker, message=message))
@@ -179,7 +201,7 @@ class Drive:
             self.say(worker, Retired(generation=self.state.world.generation, leaves=leaves))
 
     def first_world(self) -> Drive:
-        self.hello(*(f"w{rank}" for rank in range(self.state.nproc)))
+        self.hello(*(f"w{rank}" for rank in range(self.state.boot_size)))
         self.prepared()
         self.voted()
         self.hello(*(w.id for w in self.state.workers.values() if w.boot_rank is None))
@@ -257,8 +279,9 @@ def test_standbys_are_started_only_when_the_script_has_joined() -> None:
 
 
 def test_a_rank_that_joins_before_the_others_are_started_does_not_make_the_pool_too_large() -> None:
-    drive = Drive(nproc=1, standbys=0)
-    drive.state = JobState(nproc=3, standbys=1)
+    drive = Drive(enter=False)
+    drive._shell = lambda _: None  # type: ignore[method-assign]  (workers take their time)
+    drive.enter("n0", 3, 1)
     drive.feed(Started(worker="w0", pid=1, boot_rank=0))
     assert the(Fork, drive.hello("w0")).count == 1
 
@@ -657,8 +680,9 @@ def test_ranks_that_end_abort_what_is_prepared_and_then_finish_the_job() -> None
 
 
 def test_a_plain_job_finishes_only_when_every_rank_has_ended() -> None:
-    drive = Drive(nproc=1)
-    drive.state = JobState(nproc=2, standbys=0)
+    drive = Drive(enter=False)
+    drive._shell = lambda _: None  # type: ignore[method-assign]  (workers take their time)
+    drive.enter("n0", 2)
     drive.feed(Started(worker="w0", pid=1, boot_rank=0), Exited(worker="w0", code=0))
     assert not of(End, drive.actions)  # w1 has not even been started
     drive.feed(Started(worker="w1", pid=2, boot_rank=1), Exited(worker="w1", code=0))
@@ -681,14 +705,13 @@ def test_every_restart_counts_and_the_budget_is_the_jobs() -> None:
     assert the(Restart, drive.feed(Exited(worker="w1", code=1)))
     drive.feed(Exited(worker="w0", code=-9))  # killed by the restart: no failure of its own
     assert drive.state.restarts == 1
-    for rank in range(2):
-        drive.feed(Started(worker=f"x{rank}", pid=1, boot_rank=rank))
-    drive.hello("x0", "x1")
+    again = [worker.id for worker in drive.state.workers.values() if worker.boot_rank is not None]
+    drive.hello(*again)
     drive.prepared()
     drive.voted()
     assert drive.state.world is not None
     assert drive.state.world.generation == 2
-    assert the(End, drive.feed(Exited(worker="x1", code=1))).outcome == "failed"
+    assert the(End, drive.feed(Exited(worker=again[1], code=1))).outcome == "failed"
 
 
 def test_a_dead_standby_is_replaced_but_not_for_ever() -> None:

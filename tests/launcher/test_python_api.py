@@ -157,7 +157,7 @@ def test_wrong_wishes_are_raised_as_torch_raises_them(here: Path, monkeypatch: p
         main(["--nnodes=0", "x.py"])
     with pytest.raises(AssertionError, match="max_restarts"):
         main(["--max-restarts=-1", "x.py"])
-    with pytest.raises(ValueError, match="one node only"):
+    with pytest.raises(ValueError, match="say where the nodes meet"):
         main(["--nnodes=1:2", "x.py"])
     with pytest.raises(ValueError, match="--module and --no-python exclude each other"):
         main(["-m", "--no-python", "x.py"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launcher_bed import Bed
 
-from launcher.decide import JOIN_PATIENCE_S, MAX_FRUITLESS, decide
-from launcher.model import End, Exited, JobState, Restart, Started
+from launcher.decide import MAX_FRUITLESS, decide
+from launcher.model import End, Exited, JobState, Node, NodeCleared, NodeEntered, Restart, Started
+from launcher.nodes import JOIN_PATIENCE_S
 
 RENDEZVOUS = (
     "import os, socket, time\n"
@@ -86,8 +88,15 @@ def test_workers_are_asked_to_end_before_a_restart(bed: Bed) -> None:
     assert agent.log("w0") == "saved\n"
 
 
+def one_node(nproc: int, **more: Any) -> JobState:
+    state = decide(0.0, JobState(**more), NodeEntered(node=Node(id="n0", host="h", nproc=nproc))).state
+    assert state.booted == ("n0",)
+    return state
+
+
 def failing(state: JobState, now: float, *, under_way: bool, steps: dict[str, int] | None = None) -> tuple[JobState, list[object]]:
-    for rank in range(state.nproc):
+    state = decide(now, state, NodeCleared(node="n0")).state
+    for rank in range(state.boot_size):
         state = decide(now, state, Started(worker=f"w{rank}", pid=1, boot_rank=rank)).state
     if steps is not None:
         state = JobState(**{**vars(state), "steps": steps, "standbys_started": True, "has_run": True})
@@ -96,7 +105,7 @@ def failing(state: JobState, now: float, *, under_way: bool, steps: dict[str, in
 
 
 def test_one_that_lived_long_enough_counts_as_having_run() -> None:
-    state = JobState(nproc=1, standbys=0, max_restarts=9)
+    state = one_node(1, max_restarts=9)
     state = decide(0.0, state, Started(worker="w0", pid=1, boot_rank=0)).state
     early = decide(JOIN_PATIENCE_S - 1, state, Exited(worker="w0", code=1)).actions
     late = decide(JOIN_PATIENCE_S + 1, state, Exited(worker="w0", code=1)).actions
@@ -105,7 +114,7 @@ def test_one_that_lived_long_enough_counts_as_having_run() -> None:
 
 
 def test_a_job_that_ran_once_is_tried_again_though_the_next_try_fails_at_its_start() -> None:
-    state = JobState(nproc=1, standbys=0, max_restarts=9)
+    state = one_node(1, max_restarts=9)
     state, first = failing(state, 0.0, under_way=True)
     state, second = failing(state, 10.0, under_way=False)
     assert [type(action) for action in (*first, *second)] == [Restart, Restart]
@@ -113,7 +122,7 @@ def test_a_job_that_ran_once_is_tried_again_though_the_next_try_fails_at_its_sta
 
 def test_tries_that_come_further_each_time_are_not_hopeless() -> None:
     """Known complaint 14: no progress in k tries; steps are what counts as progress."""
-    state, kinds = JobState(nproc=1, standbys=0, max_restarts=20), []
+    state, kinds = one_node(1, max_restarts=20), []
     for step in (10, 20, 20, 20, 30, 5, 7, 9):
         state, actions = failing(state, 0.0, under_way=True, steps={"w0": step})
         kinds += [(type(action).__name__, getattr(action, "hopeless", False)) for action in actions]

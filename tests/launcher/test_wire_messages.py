@@ -72,11 +72,11 @@ def test_what_is_no_message_is_a_value_error(line: bytes) -> None:
 def test_control_messages_survive_the_wire_and_are_not_workers_messages() -> None:
     for message in (
         StatusRequest(),
-        ResizeRequest(workers=4, layout=None, replace=None, timeout_s=1.5, cause="resize"),
+        ResizeRequest(workers=4, nodes=None, layout=None, replace=None, timeout_s=1.5, cause="resize"),
         Outcome(ok=False, outcome="refused", reason="no", fields={"a": 1}),
     ):
         assert Control.decode(message.encode()) == message
-    assert not set(Control.types) & set(Message.types)
+    assert not set(Control.family) & set(Message.types)
     for line in (b"\xff", b"[]", b'{"type": "Hello"}', b'{"type": "StopRequest", "x": 1}'):
         with pytest.raises(ValueError, match=r"request|StopRequest"):
             Control.decode(line)

@@ -240,12 +240,12 @@ def test_a_client_does_not_trust_a_server_without_the_token(tmp_path: Path) -> N
     async def scene() -> None:
         async with served(tmp_path) as bed:
             bed.server._token = Token(bytes(32))
-            bed.server._judge = lambda _: {"term": 1, "revision": 0}  # type: ignore[method-assign]
+            bed.server.judge = lambda _: {"term": 1, "revision": 0}  # type: ignore[method-assign]
 
             def anyone(_token: Token, claim: Claim) -> bytes:
                 return client_proof(TOKEN, claim)
 
-            from launcher.store import server as server_module
+            from launcher.store import guard as server_module
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(server_module, "client_proof", anyone)

@@ -1,0 +1,75 @@
+"""Dataclasses as lines of JSON, each field checked against its type when it comes in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, ClassVar, Self
+
+
+class Coded:
+    """Base of a family of messages; ``type`` on the wire is the class name.
+
+    A direct subclass begins a family; :meth:`decode` of it reads every dataclass derived from it.
+    """
+
+    family: ClassVar[dict[str, type[Coded]]]
+
+    def __init_subclass__(cls) -> None:
+        if Coded in cls.__bases__:
+            cls.family = {}
+        else:
+            cls.family[cls.__name__] = cls
+
+    def values(self) -> dict[str, Any]:
+        """Return what goes over the wire."""
+        return {"type": type(self).__name__, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+    def encode(self) -> bytes:
+        """One line of JSON, newline included."""
+        return json.dumps(self.values()).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> Self:
+        """Read one line. Raises ``ValueError`` for anything else."""
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"request is not JSON: {error}") from None
+        return cls.read(values)
+
+    @classmethod
+    def read(cls, values: Any) -> Self:
+        """Read what :meth:`values` wrote. Raises ``ValueError`` for anything else."""
+        kind = cls.family.get(str(values.get("type"))) if isinstance(values, dict) else None
+        if kind is None:
+            raise ValueError("request has no known type")
+        fields = {name: value for name, value in values.items() if name != "type"}
+        hints = typing.get_type_hints(kind)
+        for name, value in fields.items():
+            if name in hints and not _fits(value, hints[name]):
+                raise ValueError(f"{kind.__name__} is malformed: {name} is {type(value).__name__}")
+        try:
+            return typing.cast("Self", kind(**fields))
+        except TypeError as error:
+            raise ValueError(f"{kind.__name__} is malformed: {error}") from None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value can stand for a field: plain types, unions of them, and containers (not what is in them)."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(hint))
+    if hint is Any:
+        return True
+    if hint is float:
+        return type(value) in (int, float)
+    if hint in (int, str, bool):
+        return type(value) is hint
+    if hint is type(None):
+        return value is None
+    if isinstance(origin or hint, type) and issubclass(origin or hint, typing.Mapping):
+        return isinstance(value, dict)
+    return isinstance(value, list | tuple)

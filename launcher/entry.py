@@ -1,0 +1,38 @@
+"""What an agent has found when it has become part of a job."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from launcher.store.auth import Token
+    from launcher.store.client import RemoteStore
+    from launcher.store.etcd import EtcdStore
+    from launcher.store.link import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What an agent has found."""
+
+    job: str
+    """the job's id"""
+    host: str
+    """the address of this node, for others"""
+    token: Token | None = None
+    """none for a job of one node"""
+    name: str = ""
+    """what the job is called in proofs: the same on every node before any of them knows the id"""
+    listener: socket.socket | None = None
+    """the store is to be served on it, by this agent"""
+    store: RemoteStore | EtcdStore | None = None
+    """a store elsewhere"""
+    door: socket.socket | None = None
+    """the controller is to be served on it, by this agent"""
+    lease: int | None = None
+    """under which ``controller`` says so, in a store elsewhere"""
+    controller: Place | None = None
+    """a controller elsewhere"""
+    term: int = 0

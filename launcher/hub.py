@@ -1,0 +1,209 @@
+"""The controller's door for the agents of other nodes.
+
+Every agent keeps one sealed connection (:mod:`launcher.store.guard`) on which :class:`launcher.courier.Courier` frames
+go both ways: reports in, orders out. Its first frame says who it is:
+
+``{"enter": {host, nproc, standbys, pin}}``     a node that comes; answered by ``{"node", "secret", "lost_after_s"}``
+``{"node", "secret", "seen"}``                  one that was cut off and is back; answered by ``{"node", "seen"}``
+
+and an answer ``{"gone": why}`` to either means that it is not part of the job (any more). A node that has not been heard
+of for ``lost_after_s`` is lost; what it says later is not listened to, it has to come anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import WSMsgType, web
+
+from launcher.controller import Controller
+from launcher.courier import Courier
+from launcher.orders import Enter, Order, Report
+from launcher.store import wire
+from launcher.store.auth import Claim, Seal, Token
+from launcher.store.guard import Guard
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+SIGN_EVERY_S = 0.5
+FIRST_FRAME_S = 5.0
+
+
+@dataclass(eq=False)
+class Remote:
+    """An agent elsewhere."""
+
+    secret: str
+    courier: Courier
+    heard_at: float
+    node: str = ""
+    peer: _Peer | None = None
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """set once it is not part of the job any more"""
+
+
+class Hub(Guard):
+    """Serves agents until :meth:`stop`."""
+
+    def __init__(
+        self, controller: Controller, token: Token, *, job: str, term: int, lost_after_s: float,
+        random: Callable[[int], bytes], clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        super().__init__(token, job=job, random=random)
+        self._controller = controller
+        self._term = term
+        self._lost_after_s = lost_after_s
+        self._clock = clock
+        self._remotes: dict[str, Remote] = {}
+        self._open: set[web.WebSocketResponse] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, door: socket.socket) -> tuple[str, int]:
+        """Let agents in through a socket that listens already."""
+        place = await self.listen(host, listener=door)
+        self._watching = asyncio.create_task(self._watch())
+        return place
+
+    async def stop(self, patience_s: float) -> None:
+        """Wait until every agent has gone, for a while; then stop."""
+        try:
+            async with asyncio.timeout(patience_s):
+                for remote in list(self._remotes.values()):
+                    await remote.gone.wait()
+        except TimeoutError:
+            pass
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self.close()
+
+    @property
+    def connections(self) -> list[web.WebSocketResponse]:
+        """See :class:`Guard`."""
+        return list(self._open)
+
+    def judge(self, claim: Claim) -> dict[str, Any]:
+        """See :class:`Guard`."""
+        if claim.role != "agent":
+            return {"error": "forbidden", "say": "this door is for agents"}
+        return {"term": self._term}
+
+    async def serve(self, claim: Claim, ws: web.WebSocketResponse) -> None:
+        """See :class:`Guard`."""
+        peer = _Peer(ws, claim, self._token)
+        self._open.add(ws)
+        try:
+            async with asyncio.timeout(FIRST_FRAME_S):
+                first = await peer.receive()
+            remote = None if first is None else await self._admit(first, peer)
+            if remote is None:
+                return
+            while (frame := await peer.receive()) is not None:
+                self._heard(remote, frame)
+        except TimeoutError:
+            pass
+        finally:
+            self._open.discard(ws)
+            await peer.aclose()
+
+    async def _admit(self, first: dict[str, Any], peer: _Peer) -> Remote | None:
+        if "enter" in first:
+            offer = Enter.read({"type": "Enter", **dict(first["enter"])})
+            assert isinstance(offer, Enter)
+            remote = Remote(secret=self._random(16).hex(), courier=Courier(), heard_at=self._clock())
+            remote.node = self._controller.enter(lambda order: self._post(remote, order), offer)
+            self._remotes[remote.node] = remote
+            peer.post({"node": remote.node, "secret": remote.secret, "lost_after_s": self._lost_after_s})
+        else:
+            found = self._remotes.get(str(first.get("node")))
+            if found is None or found.secret != first.get("secret"):
+                peer.post({"gone": "this node was given up; it has to come anew"})
+                await peer.flush()
+                return None
+            remote = found
+            remote.courier.confirmed(int(first["seen"]))
+            peer.post({"node": remote.node, "seen": remote.courier.seen})
+        if remote.peer is not None:
+            remote.peer.drop()
+        for frame in remote.courier.again():
+            peer.post(frame)
+        remote.peer, remote.heard_at = peer, self._clock()
+        return remote
+
+    def _heard(self, remote: Remote, frame: dict[str, Any]) -> None:
+        remote.heard_at = self._clock()
+        body = remote.courier.unpack(frame)
+        if body is None or self._remotes.get(remote.node) is not remote:
+            return
+        report = Report.read(body)
+        if type(report).__name__ == "Gone":
+            self._forget(remote)
+        self._controller.heard(remote.node, report)
+
+    def _post(self, remote: Remote, order: Order) -> None:
+        frame = remote.courier.pack(order.values())
+        if remote.peer is not None:
+            remote.peer.post(frame)
+
+    def _forget(self, remote: Remote) -> None:
+        self._remotes.pop(remote.node, None)
+        remote.gone.set()
+
+    async def _watch(self) -> None:
+        while True:
+            for remote in list(self._remotes.values()):
+                if remote.peer is not None:
+                    remote.peer.post(remote.courier.sign())
+                if self._clock() - remote.heard_at > self._lost_after_s:
+                    self._forget(remote)
+                    self._controller.lose(remote.node, f"nothing was heard of it for {self._lost_after_s:g} s")
+                    if remote.peer is not None:
+                        remote.peer.drop()
+            await asyncio.sleep(SIGN_EVERY_S)
+
+
+class _Peer:
+    """The server's end of a proven connection: frames sealed both ways, sent in order, never waited for."""
+
+    def __init__(self, ws: web.WebSocketResponse, claim: Claim, token: Token) -> None:
+        self._ws = ws
+        self._incoming = Seal(token, claim, "to server")
+        self._outgoing = Seal(token, claim, "to client")
+        self._joiner = wire.Joiner(MAX_MESSAGE_BYTES)
+        self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._writing = asyncio.create_task(self._write())
+
+    def post(self, message: dict[str, Any]) -> None:
+        self._queue.put_nowait(message)
+
+    def drop(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def flush(self) -> None:
+        """Send what is posted, and close."""
+        self.drop()
+        await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def receive(self) -> dict[str, Any] | None:
+        """Return the next message; ``None`` at the end. Raises ``ValueError``."""
+        async for frame in self._ws:
+            if frame.type is not WSMsgType.BINARY:
+                raise ValueError("a frame that is not binary")
+            data = self._joiner.add(self._incoming.open(frame.data))
+            if data is not None:
+                return wire.parse(data)
+        return None
+
+    async def aclose(self) -> None:
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _write(self) -> None:
+        while (message := await self._queue.get()) is not None:
+            for frame in wire.split(wire.dump(message)):
+                await self._ws.send_bytes(self._outgoing.close(frame))
+        await self._ws.close()

@@ -1,0 +1,300 @@
+"""What one node does: carries out the controller's orders with its workers, and reports what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from launcher.control import Control
+from launcher.environment import Attempt
+from launcher.link import Link
+from launcher.logs import Mark, Relay
+from launcher.orders import (
+    AskEnded,
+    Asked,
+    C10dFailed,
+    C10dOpened,
+    Clear,
+    Cleared,
+    CloseC10d,
+    Finish,
+    ForkStandbys,
+    Happened,
+    KillWorker,
+    OpenC10d,
+    Order,
+    Reply,
+    Report,
+    ShowRanks,
+    StartRanked,
+    Tell,
+    UnderWay,
+    WorkerSaid,
+)
+from launcher.pool import Pool
+from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error
+from launcher.streams import line_prefix
+from launcher.torch_events import TorchEvents
+from liverun.messages import Go, Hello, Message, Stop
+
+LOOK_S = 0.2
+"""how often it is looked whether a worker has come to the first c10d store"""
+
+
+class Answers(Protocol):
+    """Where lines for a command line go; an ``asyncio.StreamWriter`` is one."""
+
+    def write(self, data: bytes) -> None:
+        """Send lines."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until they can go."""
+        ...
+
+    def is_closing(self) -> bool:
+        """Whether nobody reads any more."""
+        ...
+
+
+@dataclass
+class C10dStore:
+    """The c10d store of one generation: a child process."""
+
+    pid: int
+    host: str
+    port: int
+
+
+class Node:
+    """The workers, sockets, logs and c10d stores of this node."""
+
+    def __init__(
+        self, *, pool: Pool, template: TemplateClient, reaper: Reaper, relay: Relay,
+        report: Callable[[Report], None], trouble: Callable[[str], None],
+        happened: Callable[[Mapping[str, Any]], None], say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """``trouble`` is told of what makes this node useless, in one sentence; ``happened``, of the job's events."""
+        self.pool = pool
+        self.link: Link
+        self.torch_events: TorchEvents | None = None
+        self.finish: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+        self.joined: set[str] = set()
+        """workers that have called ``liverun.join()``"""
+        self.asks: Callable[[Control, Answers], Coroutine[None, None, None]] | None = None
+        """answers the command line, on the controller's own node"""
+        self._template = template
+        self._reaper = reaper
+        self._relay = relay
+        self._report = report
+        self._trouble = trouble
+        self._happened = happened
+        self._say = say
+        self._stores: dict[int, C10dStore] = {}
+        self._given_port = pool.options.port
+        self._shown: set[str] = set()
+        self._marks: dict[str, Mark] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._requests = itertools.count(1)
+        self._waiting: dict[int, tuple[Answers, asyncio.Event]] = {}
+
+    # --- what comes in from workers and the command line (launcher.link.Behind) -----------------------------
+
+    async def expects(self, worker: str) -> bool:
+        """Whether a worker of that id is alive."""
+        return await self.pool.expects(worker)
+
+    def said(self, worker: str, message: Message) -> None:
+        """Hear a worker's message."""
+        if isinstance(message, Hello):
+            self.joined.add(worker)
+        self._report(WorkerSaid(worker=worker, message=json.loads(message.encode())))
+
+    async def asked(self, request: Control, writer: Answers) -> None:
+        """Have a command line answered."""
+        if self.asks is not None:
+            await self.asks(request, writer)
+            return
+        number, done = next(self._requests), asyncio.Event()
+        self._waiting[number] = (writer, done)
+        self._report(Asked(request=number, control=request.values()))
+        try:
+            await done.wait()
+            await writer.drain()
+        finally:
+            del self._waiting[number]
+            self._report(AskEnded(request=number))
+
+    def trouble(self, sentence: str) -> None:
+        """Hear that something is wrong with a peer."""
+        self._say(sentence)
+
+    # --- orders ---------------------------------------------------------------------------------------------
+
+    def do(self, order: Order) -> None:
+        """Carry out an order; what takes time goes on beside."""
+        match order:
+            case Tell():
+                message = Message.decode(json.dumps(order.message).encode())
+                if isinstance(message, Go) and order.worker not in self._shown:
+                    # what a joiner prints from here on belongs to its rank
+                    self._marks[order.worker] = Relay.mark(self.pool.log_folder(order.worker))
+                self.link.send(order.worker, message)
+            case StartRanked():
+                self.spawn(self._start_ranked(order))
+            case ForkStandbys():
+                self.spawn(self._fork(order.count))
+            case KillWorker():
+                self._say(f"killing worker {order.worker}: {order.reason}")
+                self.pool.kill(order.worker)
+            case OpenC10d():
+                self.spawn(self._open_store(order.generation))
+            case CloseC10d():
+                self._close_store(order.generation)
+            case ShowRanks():
+                self._show_ranks(order)
+            case Clear():
+                self._say(order.reason)
+                self.spawn(self._clear())
+            case Finish():
+                if not self.finish.done():
+                    self.finish.set_result(order)
+            case Reply():
+                self._reply(order)
+            case Happened():
+                self._happened(order.event)
+            case _:
+                raise AssertionError(order)
+
+    def spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run something beside; a failure of it is trouble for the node."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned)
+        return task
+
+    def _spawned(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._trouble(str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}")
+
+    def ranked(self) -> list[str]:
+        """Return the workers that have, or are started with, a rank."""
+        return [worker for worker in self.pool.alive if worker in self._shown]
+
+    def stop_standbys(self, reason: str) -> None:
+        """Tell every worker that has joined to end; one with a rank does at its next boundary."""
+        for worker in self.joined & self.pool.alive.keys():
+            self.link.send(worker, Stop(reason=reason))
+
+    async def _start_ranked(self, order: StartRanked) -> None:
+        attempt = Attempt(
+            host=order.host, port=order.port, first_rank=order.first_rank, size=order.size,
+            node_rank=order.node_rank, num_nodes=order.num_nodes, restarts=order.restarts,
+        )  # fmt: skip
+        await self.pool.begin(attempt)
+        options, filtered = self.pool.options, self.pool.destinations.filtered
+        for name, words in (("stdout", options.stdout_filters), ("stderr", options.stderr_filters)):
+            if name in filtered:
+                try:
+                    self._relay.copy(name, filtered[name], words)
+                except OSError as error:
+                    self._say(f"lines are not copied: {describe_os_error(error)}")
+        for local_rank in range(options.nproc):
+            worker = await self.pool.start(local_rank)
+            rank = order.first_rank + local_rank
+            self._show(worker, rank, size=order.size)
+            if self.torch_events is not None:
+                self.torch_events.worker("START", worker=worker, rank=rank, restarts=order.restarts)
+
+    async def _fork(self, count: int) -> None:
+        for _ in range(count):
+            if self.finish.done():
+                return
+            await self.pool.start(None)
+
+    async def _open_store(self, generation: int) -> None:
+        if generation != 0 and (first := self._stores.pop(0, None)) is not None:
+            self._stores[generation] = first  # the first world's store is there already
+            self._report(C10dOpened(generation=generation, host=first.host, port=first.port))
+            return
+        options = self.pool.options
+        request: dict[str, object] = {"op": "store", "host": options.host, "port": 0, "used": None}
+        if generation == 0:
+            self.pool.rendezvous.unlink(missing_ok=True)
+            request |= {"port": self._given_port, "used": str(self.pool.rendezvous)}
+            self._given_port = 0  # a restart does not wait until the kernel gives it free
+        try:
+            answer = await self._template.ask(request)
+        except TemplateError as error:
+            self._report(C10dFailed(generation=generation, reason=str(error)))
+            return
+        store = C10dStore(int(answer["pid"]), options.host, int(answer["port"]))
+        self._reaper.expect(store.pid, lambda _: None)
+        self._stores[generation] = store
+        self._report(C10dOpened(generation=generation, host=store.host, port=store.port))
+        if generation == 0:
+            self.spawn(self._look(self.pool.rendezvous))
+
+    async def _look(self, used: Path) -> None:
+        """Report once a worker has come to the first world's store."""
+        while not used.exists():
+            await asyncio.sleep(LOOK_S)
+        self._report(UnderWay(restarts=self.pool.restarts))
+
+    def _close_store(self, generation: int) -> None:
+        store = self._stores.pop(generation, None)
+        if store is not None:
+            with suppress(ProcessLookupError):
+                os.kill(store.pid, signal.SIGKILL)
+
+    def _show_ranks(self, order: ShowRanks) -> None:
+        for worker in list(self._shown):
+            if worker not in order.ranks:
+                self._relay.leave(worker)
+                self._shown.discard(worker)
+        for worker, rank in order.ranks.items():
+            self._show(worker, rank, size=order.size)
+
+    def _show(self, worker: str, rank: int, *, size: int) -> None:
+        options, placed = self.pool.options, self.pool.destinations.of(worker)
+        header = line_prefix(
+            options.prefix_template, role=options.role, rank=rank, local_rank=placed.local_rank
+        )
+        prefix = "" if size == 1 and options.prefix_template is None else header
+        since = self._marks.pop(worker, (placed.sizes["stdout"], placed.sizes["stderr"]))
+        self._shown.add(worker)
+        self._relay.follow(
+            worker, self.pool.log_folder(worker), prefix, since,
+            shown=placed.shown, teed=placed.teed, tee_prefix=header,
+        )  # fmt: skip
+
+    async def _clear(self) -> None:
+        for worker in list(self.pool.alive):
+            self.pool.signal(worker, signal.SIGTERM)
+        await self.pool.empty(self.pool.options.shutdown_timeout_s)
+        for worker in list(self.pool.alive):
+            self.pool.kill(worker)
+        await self.pool.empty(30.0)
+        for worker in list(self._shown):
+            self._relay.leave(worker)
+        self._shown.clear()
+        for generation in list(self._stores):
+            self._close_store(generation)
+        self._report(Cleared())
+
+    def _reply(self, order: Reply) -> None:
+        if order.request in self._waiting:
+            writer, done = self._waiting[order.request]
+            if order.line and not writer.is_closing():
+                writer.write(order.line.encode())
+            if not order.line:
+                done.set()

@@ -1,0 +1,118 @@
+"""An agent's end of its connection to the controller (:mod:`launcher.hub`), made again whenever it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import aiohttp
+
+from launcher.courier import Courier
+from launcher.hub import SIGN_EVERY_S
+from launcher.orders import Enter, Order, Report
+from launcher.store.errors import StoreError
+from launcher.store.link import Connection, Identity, Place, connect
+
+BACKOFF_S = 0.3
+
+
+class GoneError(Exception):
+    """The controller does not count this node as part of the job (any more)."""
+
+
+class Uplink:
+    """Reports go up, orders come down; each once, however often the connection breaks."""
+
+    def __init__(
+        self, place: Place, identity: Identity, *, term: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.node = ""
+        self.lost_after_s = 0.0
+        self.heard_at = clock()
+        self._place = place
+        self._identity = identity
+        self._term = term
+        self._clock = clock
+        self._secret = ""
+        self._courier = Courier()
+        self._link: Connection | None = None
+
+    def report(self, report: Report) -> None:
+        """Tell the controller; as soon as it can be reached."""
+        frame = self._courier.pack(report.values())
+        if self._link is not None:
+            self._link.post(frame)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing has been heard of the controller."""
+        return self._clock() - self.heard_at
+
+    async def confirmed(self, timeout_s: float) -> bool:
+        """Wait until the controller has heard everything; false when that takes longer, or it is gone."""
+        deadline = self._clock() + timeout_s
+        while self._courier.waiting and self._clock() < deadline:
+            await asyncio.sleep(0.02)
+        return not self._courier.waiting
+
+    async def run(self, offer: Enter, entered: Callable[[], None], take: Callable[[Order], None]) -> None:
+        """Stay connected until cancelled. Raises ``GoneError``, or ``StoreError`` when not let in."""
+        async with aiohttp.ClientSession(trust_env=False, cookie_jar=aiohttp.DummyCookieJar()) as http:
+            while True:
+                try:
+                    async with self._connection(http) as link:
+                        await self._talk(link, offer, entered, take)
+                except StoreError:
+                    if not self.node:
+                        raise
+                except (aiohttp.ClientError, OSError, ValueError, TimeoutError):
+                    pass
+                await asyncio.sleep(BACKOFF_S)
+
+    def _connection(self, http: aiohttp.ClientSession) -> AbstractAsyncContextManager[Connection]:
+        return connect(http, self._place, self._identity, generation=None, min_term=self._term, context=None)
+
+    async def _talk(
+        self, link: Connection, offer: Enter, entered: Callable[[], None], take: Callable[[Order], None]
+    ) -> None:
+        if self.node:
+            link.post({"node": self.node, "secret": self._secret, "seen": self._courier.seen})
+        else:
+            values = {name: value for name, value in offer.values().items() if name != "type"}
+            link.post({"enter": values})
+        frames = link.__aiter__()
+        first = await anext(frames, None)
+        if first is None:
+            return
+        if "gone" in first:
+            raise GoneError(str(first["gone"]))
+        fresh = not self.node
+        self.heard_at = self._clock()
+        if fresh:
+            self.node, self._secret = str(first["node"]), str(first["secret"])
+            self.lost_after_s = float(first["lost_after_s"])
+        else:
+            self._courier.confirmed(int(first["seen"]))
+        self._link = link
+        signing = asyncio.create_task(self._sign(link))
+        try:
+            for frame in self._courier.again():
+                link.post(frame)
+            if fresh:
+                entered()
+            async for frame in frames:
+                self.heard_at = self._clock()
+                body = self._courier.unpack(frame)
+                if body is not None:
+                    take(Order.read(body))
+        finally:
+            self._link = None
+            signing.cancel()
+            await asyncio.gather(signing, return_exceptions=True)
+
+    async def _sign(self, link: Connection) -> None:
+        while True:
+            link.post(self._courier.sign())
+            await asyncio.sleep(SIGN_EVERY_S)

@@ -1,0 +1,286 @@
+"""Jobs of several nodes: real agents that meet at a store, on loopback, with workers that have no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher_bed import FAKE_WORKER, Agent, Bed, until
+
+QUICK = "last_call_timeout=0,keep_alive_interval=0.5,keep_alive_max_attempt=4"
+
+
+def free_port() -> int:
+    """A port that every node of a test is told; nothing else on this host takes ports by number."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Nodes:
+    """Agents of one job."""
+
+    def __init__(self, bed: Bed, nnodes: str, *words: str, script: str = str(FAKE_WORKER), **environ: str) -> None:
+        self.bed = bed
+        self.words = ["--nnodes", nnodes, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", QUICK, *words]
+        self.script = script
+        self.environ = {"HOME": str(bed.folder), "FAKE_BEHAVE": "{}", **environ}
+        self.agents: list[Agent] = []
+
+    def start(self, nproc: int = 2, *words: str, **environ: str) -> Agent:
+        agent = self.bed.launch(
+            *self.words, "--nproc-per-node", str(nproc), *words, self.script, **{**self.environ, **environ}
+        )
+        self.agents.append(agent)
+        if len(self.agents) == 1:
+            agent.event("started")  # it has the store, and is n0
+        return agent
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.bed.cli("status", "--json").stdout)
+
+
+def ranks(status: dict[str, Any]) -> dict[int, str]:
+    """Which node has which rank."""
+    return {
+        row["rank"]: node["id"] for node in status["nodes"] for row in node["workers"] if row["rank"] is not None
+    }
+
+
+def test_a_node_that_arrives_becomes_part_of_the_world_live(bed: Bed) -> None:
+    """Known complaint 29: every scale event restarts every worker and discards progress."""
+    nodes = Nodes(bed, "1:2")
+    first = nodes.start()
+    first.event("world")
+    before = first.pids()
+    second = nodes.start()
+    assert first.event("active")["to"]["size"] == 4
+    status = nodes.status()
+    assert ranks(status) == {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
+    assert {row["id"]: row["pid"] for row in status["nodes"][0]["workers"] if row["rank"] is not None} == before
+    bed.end_file.touch()
+    assert [first.wait(), second.wait()] == [0, 0], first.stderr() + second.stderr()
+    assert "n1.w0 has rank 2 in generation 2" in second.stdout()
+
+
+def test_a_node_told_to_end_is_resized_away_first(bed: Bed) -> None:
+    """Known complaint 4: one of several nodes stops, and nothing can go on."""
+    nodes = Nodes(bed, "1:2")
+    first, second = nodes.start(), nodes.start()
+    first.event("active")
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 128 + signal.SIGTERM, second.stderr()
+    until("n1 to be gone", lambda: len(nodes.status()["nodes"]) == 1)
+    assert ranks(nodes.status()) == {0: "n0", 1: "n0"}
+    assert first.event("active", 2)["to"]["size"] == 2
+    assert first.finish() == 0, first.stderr()
+
+
+def test_drain_moves_the_work_to_standbys_elsewhere_and_ends_the_agent(bed: Bed) -> None:
+    nodes = Nodes(bed, "1:3")
+    first = nodes.start(2, "--standbys", "2")
+    first.event("world")
+    second = nodes.start()
+    first.event("active")
+    until("the standbys", lambda: nodes.status()["nodes"][0]["standbys"] == 2)
+    done = bed.cli("drain", "n1")
+    assert done.returncode == 0, done.stderr
+    assert "node n1 (127.0.0.1) has left" in done.stdout
+    assert second.wait() == 0, second.stderr()
+    assert ranks(nodes.status()) == dict.fromkeys(range(4), "n0")
+    assert first.finish() == 0
+
+
+def test_what_cannot_be_drained_is_refused(bed: Bed) -> None:
+    nodes = Nodes(bed, "2:2")
+    first, second = nodes.start(1), nodes.start(1)
+    first.event("world")
+    done = bed.cli("drain", "n7")
+    assert (done.returncode, "there is no node n7" in done.stderr) == (1, True)
+    done = bed.cli("drain", "n1")
+    assert (done.returncode, "the job needs 2 nodes" in done.stderr) == (1, True)
+    assert first.finish() == 0
+    assert second.wait() == 0
+
+
+def test_one_node_beyond_the_maximum_waits_as_a_spare_and_steps_in(bed: Bed) -> None:
+    """Known complaint 5: more live agents than the maximum closes the job."""
+    nodes = Nodes(bed, "1:2")
+    first, second = nodes.start(), nodes.start()
+    first.event("active")
+    third = nodes.start()
+    until("a spare", lambda: [node["state"] for node in nodes.status()["nodes"]] == ["active", "active", "spare"])
+    second.signal(signal.SIGINT)
+    assert second.wait() == 128 + signal.SIGINT
+    until("the spare to step in", lambda: set(ranks(nodes.status()).values()) == {"n0", "n2"})
+    assert first.finish() == 0
+    assert third.wait() == 0
+
+
+def test_nodes_wait_for_each_other_in_any_order_and_pins_count(bed: Bed) -> None:
+    """Known complaint 25: --node-rank 0 gets RANK 1."""
+    script = bed.script(
+        "where.py",
+        "import os\n"
+        "names = ('RANK', 'LOCAL_RANK', 'GROUP_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_WORLD_SIZE')\n"
+        "print('at', *(os.environ[name] for name in names))\n",
+    )
+    nodes = Nodes(bed, "2", script=script)
+    one = nodes.start(1, "--node-rank", "1")
+    one.event("started")
+    zero = nodes.start(1, "--node-rank", "0")
+    assert [zero.wait(), one.wait()] == [0, 0], zero.stderr() + one.stderr()
+    assert "at 0 0 0 2 1 2" in zero.stdout()
+    assert "at 1 0 1 2 1 2" in one.stdout()
+
+
+def test_a_second_node_of_the_same_rank_is_turned_away(bed: Bed) -> None:
+    nodes = Nodes(bed, "1:2")
+    first = nodes.start(1, "--node-rank", "0")
+    first.event("world")
+    second = nodes.start(1, "--node-rank", "0")
+    assert second.wait() == 1
+    assert "--node-rank 0 is taken by node n0" in second.stderr()
+    assert first.finish() == 0
+
+
+PLAIN = """
+import os, sys, time
+print("begin", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+while not os.path.exists(os.environ["FAKE_END"]): time.sleep(0.02)
+"""
+
+
+def test_a_script_that_never_joins_is_started_again_when_nodes_come_and_go(bed: Bed) -> None:
+    """Known complaint 6: after a node has gone the survivor restarts its workers again and again."""
+    nodes = Nodes(bed, "1:2", script=bed.script("plain.py", PLAIN))
+    first = nodes.start(1)
+    until("the first attempt", lambda: "begin 0 of 1" in first.stdout())
+    second = nodes.start(1)
+    until("both", lambda: "begin 0 of 2" in first.stdout() and "begin 1 of 2" in second.stdout())
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 128 + signal.SIGTERM
+    until("one again", lambda: first.stdout().count("begin 0 of 1") == 2)
+    assert nodes.status()["restarts"]["used"] == 0
+    assert first.finish() == 0
+    assert first.stdout().count("begin") == 3
+
+
+def test_a_node_that_dies_is_noticed_and_the_survivors_start_again_once(bed: Bed) -> None:
+    """Known complaints 6, 7 and 9: nobody hangs, nothing survives its agent, one restart of the budget."""
+    nodes = Nodes(bed, "1:2", "--max-restarts", "1")
+    first, second = nodes.start(), nodes.start()
+    first.event("active")
+    second.signal(signal.SIGKILL)
+    lost = first.event("node_lost")
+    assert "nothing was heard of it for 2 s" in lost["reason"]
+    first.event("world", 2)
+    status = nodes.status()
+    assert (ranks(status), status["restarts"]["used"]) == ({0: "n0", 1: "n0"}, 1)
+    assert first.finish() == 0
+
+
+def test_without_a_budget_the_loss_of_a_node_is_the_end_and_is_said(bed: Bed) -> None:
+    nodes = Nodes(bed, "1:2")
+    first, second = nodes.start(), nodes.start()
+    first.event("active")
+    second.signal(signal.SIGKILL)
+    assert first.wait() == 1
+    assert "node n1 (127.0.0.1) is lost" in first.stderr()
+
+
+def test_a_failure_on_one_node_is_reported_on_all_with_its_words(bed: Bed) -> None:
+    script = bed.script(
+        "fail.py",
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': raise ValueError('bad shape')\n"
+        "time.sleep(600)\n",
+    )
+    nodes = Nodes(bed, "2", script=script)
+    agents = [nodes.start(1), nodes.start(1)]
+    for agent in agents:
+        assert agent.wait() == 1
+        assert "worker n1.w0 (rank 1) failed: exit code 1" in agent.stderr()
+        assert "ValueError: bad shape" in agent.stderr()
+
+
+def test_commands_work_on_every_node(bed: Bed) -> None:
+    nodes = Nodes(bed, "2")
+    first, second = nodes.start(1, "--standbys", "1"), nodes.start(1, "--standbys", "1")
+    first.event("world")
+    until("the standbys", lambda: all(node["standbys"] == 1 for node in nodes.status()["nodes"]))
+    name = second.folder.name
+    assert json.loads(bed.cli("status", name, "--json").stdout) == {**nodes.status(), "step": any_number()}
+    done = bed.cli("resize", name, "--workers", "4")
+    assert done.returncode == 0, done.stderr
+    assert ranks(nodes.status()) == {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
+    assert [event["kind"] for event in second.events()][-2:] == [event["kind"] for event in first.events()][-2:]
+    assert bed.cli("resize", "--nodes", "1").returncode == 0
+    assert set(ranks(nodes.status()).values()) == {"n0"}
+    done = bed.cli("stop", name)
+    assert done.returncode == 0, done.stderr
+    assert [first.wait(), second.wait()] == [0, 0]
+
+
+class any_number:  # noqa: N801
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_several_nodes_need_a_place_to_meet(bed: Bed) -> None:
+    """Known complaint 23: a missing endpoint silently means localhost."""
+    done = bed.cli("--nnodes", "2", "train.py")
+    assert done.returncode == 2
+    assert "--rdzv-endpoint HOST:PORT" in done.stderr
+
+
+def test_a_node_without_the_token_is_not_let_in(bed: Bed, tmp_path: Path) -> None:
+    nodes = Nodes(bed, "1:2")
+    first = nodes.start(1)
+    first.event("world")
+    stranger = nodes.start(1, LIVERUN_TOKEN="00" * 32)
+    assert stranger.wait() == 77
+    assert "refused the token" in stranger.stderr()
+    lost = nodes.start(1, HOME=str(tmp_path / "elsewhere"))
+    assert lost.wait() == 77
+    assert "no token of job" in lost.stderr()
+    token = next((bed.folder / ".liverun" / "tokens").iterdir())
+    assert token.stat().st_mode & 0o777 == 0o600
+    secret = token.read_text().strip()
+    assert secret not in first.stderr() + first.stdout() + stranger.stderr()
+    assert first.finish() == 0
+
+
+def test_a_job_that_waits_for_nodes_says_so_and_gives_up_in_time(bed: Bed) -> None:
+    nodes = Nodes(bed, "2")
+    nodes.words[nodes.words.index(QUICK)] = "join_timeout=1"
+    first = nodes.start(1)
+    assert first.wait() == 1
+    assert "1 of 2 nodes are there after 1 s" in first.stderr()
+
+
+def test_a_node_cut_off_for_long_comes_anew(bed: Bed) -> None:
+    """Known complaint 32: a host that was given up never comes back."""
+    nodes = Nodes(bed, "1:2", "--max-restarts", "1")
+    first, second = nodes.start(1), nodes.start(1)
+    first.event("active")
+    group = [second.process.pid, *(row["pid"] for row in nodes.status()["nodes"][1]["workers"])]
+    for pid in group:
+        os.kill(pid, signal.SIGSTOP)
+    first.event("node_lost")
+    first.event("world", 2)
+    for pid in group:
+        os.kill(pid, signal.SIGCONT)
+    until("it to be back", lambda: set(ranks(nodes.status()).values()) == {"n0", "n2"})
+    assert first.finish() == 0
+    assert second.wait() == 0, second.stderr()
+
+
+pytestmark = pytest.mark.timeout(120)
