@@ -23,7 +23,7 @@ from aiohttp import WSMsgType, web
 
 from launcher.controller import Controller
 from launcher.courier import Courier
-from launcher.orders import Enter, Order, Report
+from launcher.orders import Enter, Gone, Order, Report
 from launcher.store import wire
 from launcher.store.auth import Claim, Seal, Token
 from launcher.store.guard import Guard
@@ -140,7 +140,9 @@ class Hub(Guard):
         if body is None or self._remotes.get(remote.node) is not remote:
             return
         report = Report.read(body)
-        if type(report).__name__ == "Gone":
+        if isinstance(report, Gone):
+            if remote.peer is not None:
+                remote.peer.post(remote.courier.sign())  # it waits for that
             self._forget(remote)
         self._controller.heard(remote.node, report)
 
