@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ def worker_environ(
     environ["TORCHELASTIC_RUN_ID"] = options.rdzv_id or job
     if options.virtual_local_rank:
         environ["CUDA_VISIBLE_DEVICES"] = visible_device(options.environ.get("CUDA_VISIBLE_DEVICES"), slot)
+    if options.meeting is not None and (interface := interface_of(options.host)):
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo asks for the address of the host's name
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
     if ranked:
@@ -88,6 +91,17 @@ def ranked_environ(options: RunOptions, *, local_rank: int, attempt: Attempt) ->
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in options.signals),
     }
+
+
+@functools.cache
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an address of this node; ``None`` for a name, or someone else's."""
+    import psutil  # type: ignore[import-untyped]
+
+    for name, found in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in found):
+            return str(name)
+    return None
 
 
 def visible_device(visible: str | None, slot: int) -> str:

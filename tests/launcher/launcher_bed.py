@@ -67,16 +67,18 @@ class Bed:
         name, _, value = self.mark.partition("=")
         return {**clean, name: value, **more}
 
-    def launch(self, *words: str, cwd: Path | None = None, stdout: Any = None, **environ: str) -> Agent:
-        """Start an agent; ``--preload none`` unless the test says otherwise."""
+    def launch(
+        self, *words: str, cwd: Path | None = None, stdout: Any = None, prefix: tuple[str, ...] = (), **environ: str
+    ) -> Agent:
+        """Start an agent; ``--preload none`` unless the test says otherwise. ``prefix``: what runs it elsewhere."""
         if "LIVERUN_PRELOAD" not in environ:
             environ["LIVERUN_PRELOAD"] = "none"
         number = len(self.agents)
         out, err = self.folder / f"agent{number}.out", self.folder / f"agent{number}.err"
         with out.open("w") as out_file, err.open("w") as err_file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "liverun", *words], env=self.environ(**environ), cwd=cwd or self.folder,
-                stdout=stdout or out_file, stderr=err_file, stdin=subprocess.DEVNULL, text=True,
+                [*prefix, sys.executable, "-m", "liverun", *words], env=self.environ(**environ),
+                cwd=cwd or self.folder, stdout=stdout or out_file, stderr=err_file, stdin=subprocess.DEVNULL, text=True,
             )  # fmt: skip
         self.agents.append(process)
         return Agent(self, process, out, err)
@@ -120,13 +122,15 @@ class Agent:
     process: subprocess.Popen[str]
     out: Path
     err: Path
+    root: Path | None = None
+    """where its run folder is, if not where the bed has them"""
 
     @property
     def folder(self) -> Path:
         """The job's run folder."""
 
         def find() -> Path | None:
-            for path in self.bed.root.glob("*/job.json"):
+            for path in (self.root or self.bed.root).glob("*/job.json"):
                 with contextlib.suppress(ValueError):
                     if json.loads(path.read_text())["pid"] == self.process.pid:
                         return path.parent

@@ -1,0 +1,163 @@
+"""Jobs of several nodes on several hosts: real addresses, and links that can be cut both ways and one way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher_bed import FAKE_WORKER, Agent, Bed, until
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hosts import Host, hosts, why_not
+
+WHY_NOT = why_not()
+pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+QUICK = "last_call_timeout=0,keep_alive_interval=0.5,keep_alive_max_attempt=4"
+
+
+@pytest.fixture
+def three() -> Iterator[list[Host]]:
+    with hosts(3) as made:
+        yield made
+
+
+class Job:
+    """Agents of one job, each on a host of its own, with a run folder of its own; the first has the store."""
+
+    def __init__(self, bed: Bed, on: list[Host], nnodes: str, *words: str) -> None:
+        self.bed, self.on = bed, on
+        self.words = [
+            "--nnodes", nnodes, "--rdzv-endpoint", f"{on[0].address}:29400", "--rdzv-conf", QUICK, "--job", "far", *words,
+        ]  # fmt: skip
+
+    def start(self, host: Host, nproc: int = 1, *words: str, **environ: str) -> Agent:
+        root = self.bed.root / host.name
+        agent = self.bed.launch(
+            *self.words, "--run-dir", str(root), "--nproc-per-node", str(nproc), *words, str(FAKE_WORKER),
+            prefix=tuple(host.prefix), HOME=str(self.bed.folder), FAKE_BEHAVE="{}", **environ,
+        )  # fmt: skip
+        agent.root = root
+        until("a record", lambda: (root / "far" / "job.json").exists())
+        return agent
+
+    def status(self, host: Host) -> dict[str, Any]:
+        return json.loads(self.bed.cli("status", "--json", "--run-dir", str(self.bed.root / host.name)).stdout)
+
+    def nodes(self, host: Host) -> dict[str, str]:
+        return {node["id"]: node["state"] for node in self.status(host)["nodes"]}
+
+
+def commits(*agents: Agent) -> list[tuple[int, int]]:
+    """Every generation that became active, and the size of its world, as any of the agents knows it."""
+    found = set()
+    for agent in agents:
+        for event in agent.events():
+            if event["kind"] == "world":
+                found.add((event["generation"], event["world"]["size"]))
+            elif event["kind"] == "active":
+                found.add((event["generation"], event["to"]["size"]))
+    return sorted(found)
+
+
+def test_nodes_come_and_go_over_real_links_with_the_addresses_they_were_given(bed: Bed, three: list[Host]) -> None:
+    """Known complaint 22: given addresses are replaced by names that do not resolve."""
+    job = Job(bed, three, "1:3")
+    first = job.start(three[0])
+    first.event("world")
+    second, third = job.start(three[1]), job.start(three[2])
+    until("three nodes", lambda: list(job.nodes(three[0]).values()) == ["active"] * 3)
+    assert {node["host"] for node in job.status(three[0])["nodes"]} == {host.address for host in three}
+    done = bed.cli("drain", three[1].address, "--run-dir", str(bed.root / three[2].name))
+    assert done.returncode == 0, done.stderr
+    assert second.wait() == 0
+    third.signal(signal.SIGTERM)
+    assert third.wait() == 128 + signal.SIGTERM
+    until("one node", lambda: list(job.nodes(three[0]).values()) == ["active"])
+    assert first.finish() == 0
+
+
+def test_a_short_cut_is_not_noticed_and_no_message_is_lost(bed: Bed, three: list[Host]) -> None:
+    job = Job(bed, three, "1:2")
+    first, second = job.start(three[0], 1, "--standbys", "1"), job.start(three[1], 1, "--standbys", "1")
+    until("two nodes", lambda: list(job.nodes(three[0]).values()) == ["active"] * 2)
+    until("standbys", lambda: all(node["standbys"] for node in job.status(three[0])["nodes"]))
+    three[1].cut()
+    asked = bed.cli_start("resize", "--workers", "4", "--run-dir", str(bed.root / three[0].name))
+    first.event("proposed", 3)
+    three[1].mend()
+    assert asked.wait(60) == 0
+    assert "node_lost" not in first.kinds()
+    assert commits(first, second)[-1] == (3, 4)
+    assert first.finish() == 0
+    assert second.wait() == 0
+
+
+@pytest.mark.parametrize("how", ["both ways", "to the store", "from the store"])
+def test_a_node_that_is_cut_off_never_acts_and_comes_anew(bed: Bed, three: list[Host], how: str) -> None:
+    """The side without the controller commits nothing; there is one active generation at any time."""
+    job = Job(bed, three, "1:3", "--max-restarts", "1")
+    first, second, third = job.start(three[0]), job.start(three[1]), job.start(three[2])
+    until("three nodes", lambda: list(job.nodes(three[0]).values()) == ["active"] * 3)
+    before = commits(third)
+    if how == "both ways":
+        three[2].cut()
+    elif how == "to the store":
+        three[2].mute(three[0])
+    else:
+        three[0].mute(three[2])
+    asked = bed.cli_start("resize", "--workers", "1", "--run-dir", str(bed.root / three[2].name))
+    lost = first.event("node_lost")
+    assert f"node n2 ({three[2].address}) is lost" in lost["reason"]
+    until("a world without it", lambda: commits(first)[-1][1] == 2)
+    assert commits(third) == before
+    assert asked.poll() is None or asked.returncode != 0
+    if how == "both ways":
+        three[2].mend()
+    elif how == "to the store":
+        three[2].unmute(three[0])
+    else:
+        three[0].unmute(three[2])
+    until("it to be back", lambda: list(job.nodes(three[0]).values()) == ["active"] * 3)
+    seen = commits(first, second, third)
+    assert len({generation for generation, _ in seen}) == len(seen), f"two worlds of one generation: {seen}"
+    assert first.finish() == 0
+    assert [second.wait(), third.wait()] == [0, 0]
+
+
+def test_two_jobs_on_the_same_hosts_never_meet(bed: Bed, three: list[Host]) -> None:
+    """Known complaint 21: two jobs share stale state; one job's end kills the other."""
+    one, two = Job(bed, three, "1:2"), Job(bed, three, "1:2")
+    for place, name in ((two, "near"), (one, "far")):
+        place.words[place.words.index("far")] = name
+    two.words[3] = f"{three[0].address}:29401"
+    agents = []
+    for job in (one, two):
+        for host in three[:2]:
+            root = bed.root / host.name
+            agents.append(
+                bed.launch(
+                    *job.words, "--run-dir", str(root), str(FAKE_WORKER), prefix=tuple(host.prefix),
+                    HOME=str(bed.folder), FAKE_BEHAVE="{}", FAKE_END=str(bed.folder / f"end-{job.words[-1]}"),
+                )
+            )  # fmt: skip
+            until("a record", lambda job=job, root=root: (root / job.words[7] / "job.json").exists())
+    for name in ("far", "near"):
+
+        def two_ranks(name: str = name) -> bool:
+            done = bed.cli("status", name, "--json", "--run-dir", str(bed.root / three[0].name))
+            world = json.loads(done.stdout)["world"]
+            return world is not None and world["size"] == 2
+
+        until(f"{name} to have two nodes", two_ranks)
+    bed.cli("stop", "near", "--run-dir", str(bed.root / three[0].name))
+    assert [agent.wait() for agent in agents[2:]] == [0, 0]
+    assert [agent.process.poll() for agent in agents[:2]] == [None, None]
+    bed.cli("stop", "far", "--run-dir", str(bed.root / three[1].name))
+    assert [agent.wait() for agent in agents[:2]] == [0, 0]
+    assert not os.path.exists(bed.folder / "end-far")
