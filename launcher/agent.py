@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ from launcher.rundir import JobError, JobFolder, JobRecord, fresh_job_id, write_
 from launcher.status import ended_status
 from launcher.store import EmbeddedStore, StoreError
 from launcher.torch_events import TorchEvents, monotonic_events
+from launcher.watches import Watches, with_timer_file
 
 EXIT_HOPELESS = 93
 LEAST_FREE_BYTES = 256 * 1024
@@ -40,9 +42,10 @@ FINISH_GRACE_S = 5.0
 """how long standbys may take to end once the ranked workers are done"""
 
 
-def say(sentence: str) -> None:
-    """Tell the user, on stderr."""
-    tell(f"liverun: {sentence}\n")
+def say(sentence: str, log_level: int = logging.WARNING) -> None:
+    """Tell the user, on stderr; news and warnings come with the job's ``log_level``, which may be above them."""
+    if log_level <= logging.WARNING:
+        tell(f"liverun: {sentence}\n")
 
 
 def tell(text: str) -> None:
@@ -58,7 +61,7 @@ def run_agent(options: RunOptions, command: Sequence[str]) -> int:
     """Run a job to its end; the exit code. Raises ``JobError`` if it cannot be started."""
     job = options.job or fresh_job_id()
     try:
-        folder = JobFolder.create(options.root, job, os.geteuid())
+        folder = JobFolder.create(options.root, job, os.geteuid(), keep=options.keep_runs)
     except OSError as error:
         raise unusable(error, options.root) from None
     try:
@@ -98,7 +101,8 @@ class Agent:
 
     async def run(self) -> int:
         """Run the job; the exit code."""
-        options, folder = self._options, self._folder
+        folder = self._folder
+        options = self._options = with_timer_file(self._options, folder.path)
         loop = asyncio.get_running_loop()
         reaper = Reaper()
         reaper.start()
@@ -113,7 +117,8 @@ class Agent:
             reaper, job=self._job, environ=template_environ, log=folder.path / "logs" / "template.log"
         )
         try:
-            self._events = EventLog(folder.path / "events.jsonl", time.time, trouble=say)
+            chatty = say if options.log_level < logging.WARNING else None
+            self._events = EventLog(folder.path / "events.jsonl", time.time, trouble=say, told=chatty)
             self._folder.write_record(dataclasses.replace(self._record, state="running"))
             (folder.path / "logs" / "template.log").touch(mode=0o600)
             store = EmbeddedStore(folder.path / "store.db", clock=time.monotonic)
@@ -140,6 +145,8 @@ class Agent:
         if options.console_events:
             controller.torch_events = monotonic_events(options, self._job, tell)
         await link.start()
+        watches = Watches(options, pool=pool, say=say, fail=controller.fail)
+        await watches.start()
         self._write("running")
         count = f"{options.nproc} worker" + ("s" if options.nproc > 1 else "")
         count += (
@@ -148,9 +155,10 @@ class Agent:
             else ""
         )
         self._event("started", f"job {self._job}: {count}", command=list(self._record.command))
-        say(f"job {self._job}: {count}; run folder {folder.path}")
+        say(f"job {self._job}: {count}; run folder {folder.path}", options.log_level)
         if threads is not None:
-            say(f"OMP_NUM_THREADS={threads} for each worker (cores shared out; set it to change that)")
+            sentence = f"OMP_NUM_THREADS={threads} for each worker (cores shared out; set it to change that)"
+            say(sentence, options.log_level)
         relay.start()
         running = controller.spawn(controller.run())
         signals = controller.spawn(self._on_signals(controller, pool))
@@ -165,6 +173,7 @@ class Agent:
         for task in (running, signals):
             task.cancel()
         await link.close()
+        await watches.stop()
         template.close()
         relay.finish()
         code = self._report(end, pool)

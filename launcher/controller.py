@@ -46,7 +46,7 @@ from launcher.model import (
     Wished,
 )
 from launcher.pool import Pool
-from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error
+from launcher.process import Reaper, TemplateClient, TemplateError, describe_exit, describe_os_error
 from launcher.status import status_object
 from launcher.store import Store, StoreError
 from launcher.streams import line_prefix
@@ -295,8 +295,32 @@ class Controller:
         request = {"op": "store", "host": self.state.host, "port": port, "used": used and str(used)}
         answer = await self._template.ask(request)
         store = WorldStore(int(answer["pid"]), self.state.host, int(answer["port"]))
-        self._reaper.expect(store.pid, lambda _: None)
+        self._reaper.expect(store.pid, lambda code: self._store_ended(store, code))
         return store
+
+    def _store_ended(self, store: WorldStore, code: int) -> None:
+        """Say that a c10d store has ended by itself, and do what can be done without harm.
+
+        One that nobody has come to yet is replaced at its place. A generation that is being prepared on it is
+        aborted. A world that is built does not need it any more: it trains on, and the next one has its own.
+        """
+        generation = next((number for number, known in self._stores.items() if known is store), None)
+        if self.ended.is_set() or (generation is None and store is not self._boot_store):
+            return
+        reason = f"the c10d store at {store.host}:{store.port} (pid {store.pid}) ended: {describe_exit(code)}"
+        if generation is not None:
+            del self._stores[generation]
+            self.tell(StoreFailed(generation=generation, reason=reason))
+        elif self.pool.rendezvous.exists():
+            self._boot_store = None
+        else:
+            reason += "; no worker had come to it, and it is replaced"
+            self.spawn(self._replace_boot_store(store.port))
+        self._say(reason)
+        self._events.write("store_lost", generation or 0, reason, {})
+
+    async def _replace_boot_store(self, port: int) -> None:
+        self._boot_store = await self._new_store(port, used=self.pool.rendezvous)
 
     async def _open_store(self, generation: int) -> None:
         store, self._boot_store = self._boot_store, None
@@ -334,8 +358,12 @@ class Controller:
         self.tell(Committed(generation=world.generation, won=revision is not None))
 
     def _show(self, worker: str, rank: int, *, size: int | None = None) -> None:
-        alone = (size or self.state.nproc) == 1
         options, placed = self.pool.options, self.pool.destinations.of(worker)
+        if options.ranks is not None and rank not in options.ranks:
+            self._relay.leave(worker)
+            self._shown.discard(worker)
+            return
+        alone = (size or self.state.nproc) == 1
         header = line_prefix(
             options.prefix_template, role=options.role, rank=rank, local_rank=placed.local_rank
         )
@@ -387,8 +415,9 @@ class Controller:
         self._shown.clear()
         for generation in list(self._stores):
             self._close_store(generation)
-        if self._boot_store is not None:
+        boot, self._boot_store = self._boot_store, None
+        if boot is not None:
             with suppress(ProcessLookupError):
-                os.kill(self._boot_store.pid, signal.SIGKILL)
+                os.kill(boot.pid, signal.SIGKILL)
         self.pool.restarts = self.state.restarts
         await self._boot(0)

@@ -159,6 +159,7 @@ class Pool:
         self.ended[worker] = Ended(process, code, process.restarts, self._clock())
         del self._slots[worker]
         kill_session(process.pid, spare_leader=True)
+        self._template.forget(process.pid)
         self._tell(Exited(worker=worker, code=code, under_way=self.rendezvous.exists()))
         self.changed.set()
 

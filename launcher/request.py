@@ -19,6 +19,7 @@ from launcher.options import (
     parse_bytes,
     parse_endpoint,
     parse_layout,
+    parse_log_level,
     parse_nnodes,
     parse_nproc,
     parse_run_id,
@@ -70,6 +71,8 @@ class RunWords:
     redirects: str
     tee: str
     local_ranks_filter: str
+    ranks_filter: str
+    keep_runs: int
     duplicate_stdout_filters: str
     duplicate_stderr_filters: str
     event_log_handler: str
@@ -111,6 +114,11 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
     tee = _value(lambda: StreamChoice.parse(words.tee, "--tee"))
     if (words.duplicate_stdout_filters or words.duplicate_stderr_filters) and not tee.any():
         warnings.append("duplicate filters look at what --tee tees, and nothing is; they are ignored")
+    log_level, complaints = parse_log_level(environ.get("LOGLEVEL"))
+    warnings += complaints
+    refuse_if(words.keep_runs < 0, f"--keep-runs {words.keep_runs} is below 0")
+    if environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") == "1":
+        warnings.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE is ignored: the launcher serves the workers' first store")
     log_dir = Path(words.log_dir).absolute() if words.log_dir else None
     refuse_if(log_dir is not None and log_dir.is_file(), f"--log-dir {log_dir} is a file")
     options = RunOptions(
@@ -123,6 +131,8 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
         fresh=words.start_method == "spawn", virtual_local_rank=words.virtual_local_rank,
         numa_binding=words.numa_binding, signals=tuple(signals), redirects=redirects, tee=tee,
         local_ranks=_value(lambda: parse_ranks(words.local_ranks_filter, "--local-ranks-filter")),
+        ranks=_value(lambda: parse_ranks(words.ranks_filter, "--ranks-filter")),
+        log_level=log_level, keep_runs=words.keep_runs,
         stdout_filters=parse_filters(words.duplicate_stdout_filters),
         stderr_filters=parse_filters(words.duplicate_stderr_filters),
         logs_specs=words.logs_specs, console_events=words.event_log_handler == "console",

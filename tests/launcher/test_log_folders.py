@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher_bed import Bed
+from launcher_bed import Bed, until
 
 from launcher.logs import Relay, as_lines
 
@@ -62,6 +62,35 @@ def test_only_filtered_local_ranks_are_shown_but_all_are_kept(bed: Bed) -> None:
     assert agent.wait() == 0
     assert shown(agent)[0] == ["[default0]:out 0", "[default2]:out 2"]
     assert agent.log("w1") == "out 1\n"
+
+
+def test_only_filtered_global_ranks_are_shown_but_all_are_kept(bed: Bed) -> None:
+    """Known complaint 28: local ranks only."""
+    script = bed.script("say.py", SAY)
+    agent = bed.launch("--nproc-per-node", "3", "--ranks-filter", "1", "--tee", "2:3", script)
+    assert agent.wait() == 0
+    assert shown(agent) == (["[default1]:out 1"], ["[default1]:err 1"])
+    assert [agent.log(f"w{rank}") for rank in range(3)] == ["out 0\n", "out 1\n", "out 2\n"]
+    both = bed.launch("--nproc-per-node", "3", "--ranks-filter", "0,1", "--local-ranks-filter", "1,2", script)
+    assert both.wait() == 0
+    assert shown(both)[0] == ["[default1]:out 1"]
+    wrong = bed.cli("--ranks-filter", "one", script)
+    assert (wrong.returncode, "--ranks-filter 'one' is no comma-separated list" in wrong.stderr) == (2, True)
+
+
+def test_a_filter_by_global_rank_follows_the_rank_to_its_next_worker(bed: Bed) -> None:
+    """Known complaint 28: whose lines are shown is a matter of rank, not of the place on a node."""
+    agent = bed.fake(2, 1, "--ranks-filter", "1")
+    until("the standby", lambda: agent.status()["nodes"][0]["standbys"] == 1)
+    assert bed.cli("resize", "--replace", "1").returncode == 0
+    assert bed.cli("resize", "--workers", "1").returncode == 0
+    assert bed.cli("resize", "--workers", "2").returncode == 0
+    assert agent.finish() == 0
+    lines = agent.stdout().splitlines()
+    assert "[default1]:w1 has rank 1 in generation 1" in lines
+    assert "[default1]:w2 has rank 1 in generation 2" in lines
+    assert not [line for line in lines if "w0 " in line]
+    assert not [line for line in lines if "rank None" in line and "generation 4" in line]
 
 
 def test_teed_lines_with_a_word_are_copied_to_one_file_of_all_ranks(bed: Bed) -> None:
