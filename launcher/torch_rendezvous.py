@@ -165,6 +165,8 @@ class AgentStore(dist.Store):  # type: ignore[misc]  # torch has no types here
         """Return how many keys there are."""
         return len(self._call(self._thread.store.list(self._prefix)))
 
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  (as a PrefixStore, in C++, looks for them)
+
     def has_extended_api(self) -> bool:
         """Tell torch that several keys can be read and written at once."""
         return True

@@ -42,10 +42,13 @@ class Served:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self.now = 100.0
-        self.engine = Engine(folder / "store.db", clock=lambda: self.now)
-        self.server = StoreServer(self.engine, TOKEN, job=JOB, random=secrets.token_bytes)
-        self.place = Place(*self.call(self.server.start(HOST)))
         self.clients: list[StoreThread] = []
+        self.place: Place = self.call(self._open(folder / "store.db"))
+
+    async def _open(self, journal: Path) -> Place:
+        self.engine = Engine(journal, clock=lambda: self.now)  # here: SQLite is used in the thread it was opened in
+        self.server = StoreServer(self.engine, TOKEN, job=JOB, random=secrets.token_bytes)
+        return Place(*await self.server.start(HOST))
 
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
@@ -57,10 +60,13 @@ class Served:
     def close(self) -> None:
         for client in self.clients:
             client.close()
-        self.call(self.server.stop())
+        self.call(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _close(self) -> None:
+        await self.server.stop()
         self.engine.close()
 
 
@@ -187,6 +193,7 @@ def test_the_agents_store_does_what_a_c10d_store_does_through_a_prefix_too(serve
         assert (store.check(["a", "n"]), store.check(["a", "none"])) == (True, False)
         assert (store.delete_key("a"), store.delete_key("a")) == (True, False)
         store.wait(["n", "c"], timedelta(seconds=5))
+        assert store.num_keys() == bare.num_keys()
     assert bare.num_keys() == 2 * 72
 
 
