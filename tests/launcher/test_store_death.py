@@ -75,5 +75,7 @@ def test_a_built_world_trains_on_and_the_next_one_has_a_store_of_its_own(bed: Be
     assert done.returncode == 0, done.stderr
     assert agent.pids()["w0"] == before["w0"]
     agent.event("retired")
+    assert bed.cli("resize", "--workers", "1").returncode == 0
+    agent.event("retired", 2)
     assert agent.finish() == 0
-    assert agent.kinds().count("store_lost") == 1  # the one that was closed on purpose is not
+    assert agent.kinds().count("store_lost") == 1  # that of generation 2, closed when it was retired, is not
