@@ -191,20 +191,27 @@ def test_a_logs_specs_plug_in_says_where_everything_goes(bed: Bed) -> None:
 
 
 @pytest.mark.e2e
-def test_torchrun_and_liverun_leave_the_same_files(bed: Bed) -> None:
-    """The layout is compared with what torchrun itself does here."""
+def test_torchrun_and_liverun_leave_the_same_files_and_give_the_same_variables(bed: Bed) -> None:
+    """Compared with what torchrun itself does here."""
     pytest.importorskip("torch")
     import subprocess
 
-    script = bed.script("say.py", SAY)
+    show = "import json\nopen(f'{sys.argv[1]}.{r}', 'w').write(json.dumps(dict(os.environ)))\n"
+    script = bed.script("say.py", SAY + show)
     words = ["--nproc-per-node=2", "--redirects=0:3", "--tee=1:1", "--rdzv-id=x", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     theirs, ours = bed.folder / "theirs", bed.folder / "ours"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "--log-dir", str(theirs), script],
-        env=bed.environ(), capture_output=True, text=True, check=True, timeout=120,
+        [sys.executable, "-m", "torch.distributed.run", *words, "--log-dir", str(theirs), script, "theirs.env"],
+        env=bed.environ(), cwd=bed.folder, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    agent = bed.launch(*words, "--log-dir", str(ours), script)
+    agent = bed.launch(*words, "--log-dir", str(ours), script, "ours.env")
     assert agent.wait() == 0
+    differ = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}  # there in both, of each launcher's own making
+    for rank in range(2):
+        torch_says, we_say = (json.loads((bed.folder / f"{who}.env.{rank}").read_text()) for who in ("theirs", "ours"))
+        assert torch_says.keys() <= we_say.keys()
+        given = torch_says.keys() - bed.environ().keys() - differ
+        assert {name: we_say[name] for name in given} == {name: torch_says[name] for name in given}
     assert tree(next(theirs.iterdir())) == tree(next(ours.iterdir()))
     assert [run.name.partition("_")[0] for run in (*theirs.iterdir(), *ours.iterdir())] == ["x", "x"]
     assert done.stdout.splitlines() == agent.stdout().splitlines() == ["[default1]:out 1"]
