@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -32,6 +33,7 @@ from launcher.rundir import JobError, JobFolder, JobRecord, fresh_job_id, write_
 from launcher.status import ended_status
 from launcher.store import EmbeddedStore, StoreError
 from launcher.torch_events import TorchEvents, monotonic_events
+from launcher.watches import Watches, with_timer_file
 
 EXIT_HOPELESS = 93
 LEAST_FREE_BYTES = 256 * 1024
@@ -42,9 +44,10 @@ FINISH_GRACE_S = 5.0
 """how long standbys may take to end once the ranked workers are done"""
 
 
-def say(sentence: str) -> None:
-    """Tell the user, on stderr."""
-    tell(f"liverun: {sentence}\n")
+def say(sentence: str, log_level: int = logging.WARNING) -> None:
+    """Tell the user, on stderr; news and warnings come with the job's ``log_level``, which may be above them."""
+    if log_level <= logging.WARNING:
+        tell(f"liverun: {sentence}\n")
 
 
 def tell(text: str) -> None:
@@ -76,7 +79,9 @@ async def _run(options: RunOptions, command: Sequence[str], left_open: contextli
         entry = await enter(options, options.meeting, os.geteuid())
         options = dataclasses.replace(options, host=entry.host)
     try:
-        folder = JobFolder.create(options.root, entry.job, os.geteuid(), shared=options.meeting is not None)
+        folder = JobFolder.create(
+            options.root, entry.job, os.geteuid(), keep=options.keep_runs, shared=options.meeting is not None
+        )
     except OSError as error:
         raise unusable(error, options.root) from None
     left_open.callback(folder.close)
@@ -102,7 +107,7 @@ class Agent:
     """What every agent has: its node's parts, signals, records, and the way to the end of all that."""
 
     def __init__(self, options: RunOptions, command: Sequence[str], entry: Entry, folder: JobFolder) -> None:
-        self._options = options
+        self._options = with_timer_file(options, folder.path)
         self._entry = entry
         self._job = entry.job
         self._folder = folder
@@ -131,7 +136,8 @@ class Agent:
             reaper, job=self._job, environ=template_environ, log=folder.path / "logs" / "template.log"
         )
         try:
-            self._events = EventLog(folder.path / "events.jsonl", time.time, trouble=say)
+            chatty = say if options.log_level < logging.WARNING else None
+            self._events = EventLog(folder.path / "events.jsonl", time.time, trouble=say, told=chatty)
             self._folder.write_record(dataclasses.replace(self._record, state="running"))
             (folder.path / "logs" / "template.log").touch(mode=0o600)
             self._open_store()
@@ -153,13 +159,16 @@ class Agent:
         if options.console_events:
             self._node.torch_events = monotonic_events(options, self._job, tell)
         self._threads = threads
+        self._watches = Watches(options, pool=self._pool, say=say, fail=self._trouble)
 
     async def _begin(self, what: str) -> None:
         await self._node.link.start()
+        await self._watches.start()
         self._write("running")
-        say(f"job {self._job}: {what}; run folder {self._folder.path}")
+        level = self._options.log_level
+        say(f"job {self._job}: {what}; run folder {self._folder.path}", level)
         if self._threads is not None:
-            say(f"OMP_NUM_THREADS={self._threads} for each worker (cores shared out; set it to change that)")
+            say(f"OMP_NUM_THREADS={self._threads} for each worker (cores shared out; set it to change that)", level)
         self._relay.start()
 
     def _open_store(self) -> None:
@@ -234,6 +243,7 @@ class Agent:
     async def _close(self, end: End | Finish, last: Mapping[str, object]) -> int:
         """Take this node apart; the exit code."""
         await self._node.link.close()
+        await self._watches.stop()
         self._template.close()
         self._relay.finish()
         code = self._report(end)

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from liverun.calls import read_results, write_call
 
-OURS = ("standbys", "layout", "job", "run_dir", "staging", "preload")
+OURS = ("standbys", "layout", "job", "run_dir", "staging", "preload", "ranks_filter", "keep_runs")
 """options that torchrun does not have"""
 AGENT_CODE = (
     "import ctypes, os, signal, sys\n"
@@ -71,6 +71,8 @@ def _main(args: Sequence[str] | None) -> None:
     if values.max_restarts < 0:
         raise AssertionError("max_restarts must be >= 0")
     words = []
+    if high > 1 and values.master_addr == parser.get_default("master_addr"):
+        values.master_addr = None  # torch's 127.0.0.1 is where no other node is
     for action in parser._actions:
         value = getattr(values, action.dest, None)
         if not action.option_strings or action.dest == "help" or value is None:
@@ -90,7 +92,7 @@ def _main(args: Sequence[str] | None) -> None:
 class elastic_launch:  # noqa: N801  (torch's name)
     """Launch a function or a program as workers: ``elastic_launch(config, entrypoint)(*args)``.
 
-    ``config`` is a torch ``LaunchConfig`` for one node. The result maps each global rank to what its function
+    ``config`` is a torch ``LaunchConfig``. The result maps each global rank to what its function
     returned; a program's is empty. Function, arguments and results are pickled; nothing of them is unpickled
     by the agent.
     """
@@ -136,7 +138,7 @@ def config_words(config: Any) -> list[str]:
         "start-method": config.start_method, "event-log-handler": config.event_log_handler,
         "signals-to-handle": config.signals_to_handle, "local-addr": config.local_addr,
         "rdzv-backend": config.rdzv_backend if config.rdzv_backend == "static" else "c10d",
-        "rdzv-endpoint": config.rdzv_endpoint if config.rdzv_backend == "static" else None,
+        "rdzv-endpoint": config.rdzv_endpoint if config.rdzv_backend == "static" or config.max_nodes > 1 else None,
         "log-dir": specs.root_log_dir, "redirects": _streams(specs._redirects),
         "tee": _streams(specs._tee),
         "local-ranks-filter": ",".join(map(str, sorted(specs._local_ranks_filter or ()))),

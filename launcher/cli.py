@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from launcher.abbreviate import AmbiguousError, Flag, expand
 
-COMMANDS = ("run", "resize", "drain", "status", "events", "jobs", "stop")
+COMMANDS = ("run", "resize", "drain", "status", "events", "jobs", "stop", "store")
 FROM_AGENT = ("LIVERUN_JOB", "LIVERUN_RUN_DIR", "LIVERUN_LAYOUT")
 """set for workers; a launcher started inside a worker must not take them for its own options"""
 
@@ -111,6 +111,10 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
     layout: Annotated[str | None, option("--layout", "first layout, like tp=2,pp=1")] = None,
     job: Annotated[str | None, option("--job", "id of the job; unique if left out")] = None,
     run_dir: RunDir = None,
+    keep_runs: Annotated[
+        int,
+        option("--keep-runs", "run folders of ended jobs to keep; older ones are removed", parser=whole_number),
+    ] = 20,
     staging: Annotated[str, option("--staging", "staging memory of a worker during a resize")] = "64MiB",
     preload: Annotated[
         str,
@@ -151,7 +155,9 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
     rdzv_id: Annotated[
         str, torch_option("--rdzv-id", "shown to workers as TORCHELASTIC_RUN_ID; the job's id if left out")
     ] = "none",
-    rdzv_conf: Annotated[str, torch_option("--rdzv-conf", "join_timeout=600,last_call_timeout=5,keep_alive_interval=1,…")] = "",
+    rdzv_conf: Annotated[
+        str, torch_option("--rdzv-conf", "join_timeout=600,last_call_timeout=5,keep_alive_interval=1,…")
+    ] = "",
     node_rank: Annotated[
         int | None, torch_option("--node-rank", "place of this node among the nodes", parser=whole_number)
     ] = None,
@@ -174,6 +180,9 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
     ] = "0",
     local_ranks_filter: Annotated[
         str, torch_option("--local-ranks-filter", "show only these local ranks on the console: 0,1,2")
+    ] = "",
+    ranks_filter: Annotated[
+        str, option("--ranks-filter", "show only these global ranks on the console, in every world: 0,1,2")
     ] = "",
     duplicate_stdout_filters: Annotated[
         str,
@@ -214,7 +223,7 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         write_reason(os.environ, str(error))
         raise SystemExit(2) from None
     for warning in warnings:
-        say(warning)
+        say(warning, options.log_level)
     try:
         code = run_agent(options, sys.argv)
     except JobError as error:
@@ -272,7 +281,7 @@ def resize(  # noqa: PLR0917  (typer reads options from the signature)
 
 
 @app.command()
-def drain(
+def drain(  # noqa: PLR0917  (typer reads options from the signature)
     node: Annotated[str, typer.Argument(help="id or address of the node; 'liverun status' shows them")],
     job: Annotated[
         str | None, typer.Argument(help="the job; may be left out when one runs here", envvar="LIVERUN_JOB")
@@ -371,6 +380,39 @@ def stop(job: Job = None, run_dir: RunDir = None) -> None:
 
     folder, record = client.job_folder(job, run_dir)
     raise SystemExit(client.stop(folder, record))
+
+
+@app.command()
+def store(  # noqa: PLR0917  (typer reads options from the signature)
+    job: Annotated[str | None, option("--job", "id of the job that the store serves")] = None,
+    host: Annotated[str | None, option("--host", "the one address to listen at")] = None,
+    port: Annotated[str, option("--port", "its port; 0 takes a free one, and says which")] = "0",
+    journal: Annotated[str | None, option("--journal", "the file that keeps everything; made if not there")] = None,
+    # find_token() reads the variable of that name: given as an option, it would be made where it is missing
+    token_file: Annotated[
+        str | None,
+        typer.Option("--token-file", "--token_file", help="the job's token, mode 0600; made if not there"),
+    ] = None,
+    place_file: Annotated[str | None, option("--place-file", "where to write address and port as JSON")] = None,
+    tls_cert: Annotated[str | None, option("--tls-cert", "certificate of the store, with its chain, PEM")] = None,
+    tls_key: Annotated[str | None, option("--tls-key", "its key, PEM")] = None,
+    tls_client_ca: Annotated[
+        str | None, option("--tls-client-ca", "ask clients for a certificate of this authority")
+    ] = None,
+    salvage: Annotated[bool, option("--salvage", "open a damaged journal up to where it is whole")] = False,
+) -> None:
+    """Serve a job's rendezvous store on a host that outlives its nodes, until SIGTERM."""
+    words = dict(locals())
+    from launcher.options import UsageError
+    from launcher.store.command import read
+    from launcher.store.service import main as serve
+
+    try:
+        options = read(**words)
+    except UsageError as error:
+        sys.stderr.write(f"liverun store: {error}\n")
+        raise SystemExit(2) from None
+    raise SystemExit(serve(options))
 
 
 def main() -> None:

@@ -11,7 +11,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.control import Control, DrainRequest, Note, Outcome, ResizeRequest, StatusReply, StatusRequest, StopRequest
+from launcher.control import (
+    Control,
+    DrainRequest,
+    Note,
+    Outcome,
+    ResizeRequest,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+)
 from launcher.rundir import JobError, JobRecord, find_job, read_record, resolve_root
 
 END_TIMEOUT_S = 30.0

@@ -58,7 +58,7 @@ class Coded:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value can stand for a field: plain types, unions of them, and containers (not what is in them)."""
+    """Whether a JSON value can stand for a field: plain types, unions of them, containers (not what is in them)."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(hint))

@@ -58,9 +58,10 @@ from launcher.model import (
 )
 from launcher.node import Answers
 from launcher.orders import (
-    AskEnded,
     Asked,
+    AskEnded,
     C10dFailed,
+    C10dLost,
     C10dOpened,
     Clear,
     Cleared,
@@ -182,6 +183,10 @@ class Controller:
                 if report.generation == 0:
                     self.fail(f"the first world's store cannot be started on node {node}: {report.reason}")
                 else:
+                    self.tell(StoreFailed(generation=report.generation, reason=report.reason))
+            case C10dLost():
+                self._events.write("store_lost", report.generation, report.reason, {})
+                if report.generation != 0:
                     self.tell(StoreFailed(generation=report.generation, reason=report.reason))
             case Cleared():
                 self.tell(NodeCleared(node=node))

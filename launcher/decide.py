@@ -26,7 +26,6 @@ from launcher.model import (
     NodeLost,
     Numbered,
     Phase,
-    Restart,
     Said,
     Started,
     StopAsked,
@@ -89,8 +88,7 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
             if _current(turn, event.generation):
                 generation.store_opened(turn, event.host, event.port)
         case StoreFailed():
-            if _current(turn, event.generation):
-                generation.abort(turn, event.reason)
+            generation.store_failed(turn, event.generation, event.reason)
         case Committed():
             if _current(turn, event.generation):
                 generation.committed(turn, won=event.won)

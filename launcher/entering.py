@@ -1,7 +1,7 @@
 """How an agent becomes part of a job: alone, as the one that carries the store and the controller, or as one more.
 
-1. Of several agents, the one that can listen at ``--rdzv-endpoint`` carries the store. It makes the job's token, unless
-   it was given one, and writes where its controller is (``controller``) before anyone can ask.
+1. Of several agents, the one that can listen at ``--rdzv-endpoint`` carries the store. It makes the job's token,
+   unless it was given one, and writes where its controller is (``controller``) before anyone can ask.
 2. Every other one connects to the store with the token and reads that. Where the store is one of its own (``liverun
    store``, etcd), the first agent to write ``controller`` has the controller.
 """
@@ -72,7 +72,7 @@ async def enter(options: RunOptions, meeting: Meeting, uid: int) -> Entry:
         )  # fmt: skip
     try:
         return await _elsewhere(
-            store, meeting, place, Entry(job="", host=host, token=token, name=name, store=store),
+            store, meeting, Entry(job="", host=host, token=token, name=name, store=store),
             own_job=options.job or _as_id(options.rdzv_id) or fresh_job_id(),
         )  # fmt: skip
     except BaseException:
@@ -81,7 +81,7 @@ async def enter(options: RunOptions, meeting: Meeting, uid: int) -> Entry:
 
 
 async def _elsewhere(
-    store: RemoteStore | EtcdStore, meeting: Meeting, place: Place, entry: Entry, *, own_job: str
+    store: RemoteStore | EtcdStore, meeting: Meeting, entry: Entry, *, own_job: str
 ) -> Entry:
     """Read who has the controller from a store elsewhere; be it where nobody is."""
     deadline = time.monotonic() + meeting.join_timeout_s
@@ -114,7 +114,8 @@ def open_door(host: str) -> socket.socket:
     try:
         door = bind_one(host, 0)
     except (OSError, ValueError) as error:
-        raise JobError(f"this node cannot be reached at {host}: {error}; pass --local-addr", EXIT_UNREACHABLE) from None
+        sentence = f"this node cannot be reached at {host}: {error}; pass --local-addr"
+        raise JobError(sentence, EXIT_UNREACHABLE) from None
     door.listen(1024)
     return door
 
@@ -140,7 +141,8 @@ def _listen(meeting: Meeting) -> socket.socket | None:
     except OSError as error:
         if meeting.hosts:
             where = Place(meeting.host, meeting.port)
-            raise JobError(f"the store cannot listen at {where}: {error.strerror or error}", EXIT_UNREACHABLE) from None
+            sentence = f"the store cannot listen at {where}: {error.strerror or error}"
+            raise JobError(sentence, EXIT_UNREACHABLE) from None
         if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
             return None
         raise JobError(f"{meeting.host}:{meeting.port}: {error.strerror or error}", EXIT_UNREACHABLE) from None
@@ -158,10 +160,11 @@ def _token(environ: Mapping[str, str], name: str, uid: int, *, make: bool) -> To
             with contextlib.suppress(FileExistsError):
                 new_token(secrets.token_bytes).write(path)
         elif not path.exists():
-            raise TokenError(
+            sentence = (
                 f"no token of job {name}: copy {path} from the node that carries the store to this one (mode 0600),"
                 f" or set {TOKEN_FILE_VARIABLE} on every node"
             )
+            raise JobError(sentence, EXIT_NOT_ALLOWED)
         return read_token_file(path, uid=uid)
     except TokenError as error:
         raise JobError(str(error), EXIT_NOT_ALLOWED) from None

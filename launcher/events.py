@@ -19,12 +19,15 @@ class EventLog:
     """Appends events; a reader sees whole lines only."""
 
     def __init__(
-        self, path: Path, wall_clock: Callable[[], float], trouble: Callable[[str], None] = lambda _: None
-    ) -> None:
+        self, path: Path, wall_clock: Callable[[], float], trouble: Callable[[str], None] = lambda _: None,
+        told: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        """``trouble`` hears once that the file takes no more, ``told`` of every event."""
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._clock = wall_clock
         self._trouble = trouble
+        self._told = told
         self._broken = False
 
     def write(self, kind: str, generation: int, reason: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,6 +44,8 @@ class EventLog:
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Append an event as it is."""
+        if self._told is not None:
+            self._told(f"{event.get('kind')}: {event.get('reason')}")
         try:
             self._file.write(json.dumps(event).encode() + b"\n")
         except OSError as error:  # a full disk must not end the job

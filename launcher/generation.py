@@ -170,6 +170,14 @@ def store_opened(turn: Turn, host: str, port: int) -> None:
         turn.send(member.worker, prepare)
 
 
+def store_failed(turn: Turn, number: int, reason: str) -> None:
+    """Abort what needs the c10d store that failed: a proposal whose members have not all built their groups yet."""
+    proposal = turn.state.proposal
+    if proposal is None or proposal.generation != number or proposal.phase not in (Phase.PROPOSED, Phase.PREPARING):
+        return
+    abort(turn, reason)
+
+
 def prepared(turn: Turn, worker: str, message: Prepared) -> None:
     """One member is ready."""
     proposal = turn.state.proposal

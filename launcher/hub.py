@@ -1,13 +1,13 @@
 """The controller's door for the agents of other nodes.
 
-Every agent keeps one sealed connection (:mod:`launcher.store.guard`) on which :class:`launcher.courier.Courier` frames
-go both ways: reports in, orders out. Its first frame says who it is:
+Every agent keeps one sealed connection (:mod:`launcher.store.guard`) on which frames of
+:class:`launcher.courier.Courier` go both ways: reports in, orders out. Its first frame says who it is:
 
 ``{"enter": {host, nproc, standbys, pin}}``     a node that comes; answered by ``{"node", "secret", "lost_after_s"}``
 ``{"node", "secret", "seen"}``                  one that was cut off and is back; answered by ``{"node", "seen"}``
 
-and an answer ``{"gone": why}`` to either means that it is not part of the job (any more). A node that has not been heard
-of for ``lost_after_s`` is lost; what it says later is not listened to, it has to come anew.
+and an answer ``{"gone": why}`` means that it is not part of the job any more. A node that has not been heard of for
+``lost_after_s`` is lost; what it says later is not listened to, it has to come anew.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Node:
     arrived: int = 0
     """counts nodes in the order in which they came"""
     pin: int | None = None
-    """place among the nodes that it was given (``--node-rank``); nodes without one come after those, as they arrived"""
+    """its place among the nodes (``--node-rank``); nodes without one come after those, as they arrived"""
     leads: bool = False
     """the controller runs there"""
     leaving: str = ""

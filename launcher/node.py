@@ -18,9 +18,10 @@ from launcher.environment import Attempt
 from launcher.link import Link
 from launcher.logs import Mark, Relay
 from launcher.orders import (
-    AskEnded,
     Asked,
+    AskEnded,
     C10dFailed,
+    C10dLost,
     C10dOpened,
     Clear,
     Cleared,
@@ -40,7 +41,7 @@ from launcher.orders import (
     WorkerSaid,
 )
 from launcher.pool import Pool
-from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error
+from launcher.process import Reaper, TemplateClient, TemplateError, describe_exit, describe_os_error
 from launcher.streams import line_prefix
 from launcher.torch_events import TorchEvents
 from liverun.messages import Go, Hello, Message, Stop
@@ -226,27 +227,49 @@ class Node:
             self._stores[generation] = first  # the first world's store is there already
             self._report(C10dOpened(generation=generation, host=first.host, port=first.port))
             return
-        options = self.pool.options
-        request: dict[str, object] = {"op": "store", "host": options.host, "port": 0, "used": None}
+        port, self._given_port = (self._given_port, 0) if generation == 0 else (0, self._given_port)
         if generation == 0:
             self.pool.rendezvous.unlink(missing_ok=True)
-            request |= {"port": self._given_port, "used": str(self.pool.rendezvous)}
-            self._given_port = 0  # a restart does not wait until the kernel gives it free
         try:
-            answer = await self._template.ask(request)
+            store = await self._new_store(port, used=self.pool.rendezvous if generation == 0 else None)
         except TemplateError as error:
             self._report(C10dFailed(generation=generation, reason=str(error)))
             return
-        store = C10dStore(int(answer["pid"]), options.host, int(answer["port"]))
-        self._reaper.expect(store.pid, lambda _: None)
         self._stores[generation] = store
         self._report(C10dOpened(generation=generation, host=store.host, port=store.port))
         if generation == 0:
             self.spawn(self._look(self.pool.rendezvous))
 
+    async def _new_store(self, port: int, used: Path | None) -> C10dStore:
+        host = self.pool.options.host
+        answer = await self._template.ask({"op": "store", "host": host, "port": port, "used": used and str(used)})
+        store = C10dStore(int(answer["pid"]), host, int(answer["port"]))
+        self._reaper.expect(store.pid, lambda code: self._store_ended(store, code))
+        return store
+
+    def _store_ended(self, store: C10dStore, code: int) -> None:
+        """Say that a c10d store has ended by itself, and do what can be done without harm.
+
+        One that nobody has come to yet is replaced at its place. A generation that is being prepared on it is
+        aborted. A world that is built does not need it any more: it trains on, and the next one has its own.
+        """
+        generation = next((number for number, known in self._stores.items() if known is store), None)
+        if generation is None or self.finish.done():
+            return
+        reason = f"the c10d store at {store.host}:{store.port} (pid {store.pid}) ended: {describe_exit(code)}"
+        del self._stores[generation]
+        if generation == 0 and not self.pool.rendezvous.exists():
+            reason += "; no worker had come to it, and it is replaced"
+            self.spawn(self._replace_store(store.port))
+        self._say(reason)
+        self._report(C10dLost(generation=generation, reason=reason))
+
+    async def _replace_store(self, port: int) -> None:
+        self._stores[0] = await self._new_store(port, used=self.pool.rendezvous)
+
     async def _look(self, used: Path) -> None:
         """Report once a worker has come to the first world's store."""
-        while not used.exists():
+        while not used.exists():  # noqa: ASYNC110, ASYNC240  (another process makes it)
             await asyncio.sleep(LOOK_S)
         self._report(UnderWay(restarts=self.pool.restarts))
 
@@ -266,6 +289,10 @@ class Node:
 
     def _show(self, worker: str, rank: int, *, size: int) -> None:
         options, placed = self.pool.options, self.pool.destinations.of(worker)
+        if options.ranks is not None and rank not in options.ranks:
+            self._relay.leave(worker)
+            self._shown.discard(worker)
+            return
         header = line_prefix(
             options.prefix_template, role=options.role, rank=rank, local_rank=placed.local_rank
         )

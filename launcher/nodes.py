@@ -80,10 +80,10 @@ def move_away(turn: Turn, node: str, timeout_s: float) -> None:
     """Begin to free a node that leaves."""
     state, known = turn.state, turn.state.nodes[node]
     if node not in state.ranked_nodes():
-        if state.proposal is not None and state.proposal.target is not None:
-            members = {state.workers[m.worker].node for m in state.proposal.target.members if m.worker in state.workers}
-            if node in members:
-                return  # settled once the proposal is
+        target = state.proposal.target if state.proposal is not None else None
+        names = {member.worker for member in target.members} if target is not None else set()
+        if any(worker.node == node for worker in state.workers.values() if worker.id in names):
+            return  # settled once the proposal is
         dismiss(turn, node)
     elif state.world is not None or has_joined(state) or may_still_join(turn):
         if state.queued is not None and state.queued.without is None:

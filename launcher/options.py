@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from liverun.layout import Layout
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DEFAULT_SHUTDOWN_TIMEOUT_S = 30.0
+DEFAULT_KEEP_RUNS = 20
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -94,6 +96,12 @@ class RunOptions:
     stderr_filters: tuple[str, ...] = ()
     logs_specs: str | None = None
     """name of an entry point of the group ``torchrun.logs_specs``"""
+    ranks: frozenset[int] | None = None
+    """only these global ranks are shown on the console"""
+    log_level: int = logging.WARNING
+    """of what the agent says: above ``WARNING`` errors only, below it events too"""
+    keep_runs: int = DEFAULT_KEEP_RUNS
+    """run folders of jobs that have ended which are kept; the rest goes when a job starts"""
     prefix_template: str | None = None
     console_events: bool = False
     """torch's events, one JSON object a line, on stderr"""
@@ -239,16 +247,54 @@ def parse_endpoint(text: str) -> tuple[str, int | None]:
     return host, int(port) if port else None
 
 
-def count_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores this process may use: affinity, and the cgroup's quota."""
-    allowed = len(os.sched_getaffinity(0))
+def parse_log_level(text: str | None) -> tuple[int, list[str]]:
+    """Read ``LOGLEVEL`` as torch does, a name or a number; the level, and a warning if it is none."""
+    word = (text or "").strip()
+    if not word:
+        return logging.WARNING, []
+    known = logging.getLevelNamesMapping()
+    if word.isdecimal():
+        return int(word), []
+    if word.upper() not in known:
+        return logging.WARNING, [f"LOGLEVEL={text!r} is ignored: it is none of {', '.join(known)}"]
+    return known[word.upper()], []
+
+
+def count_cpus(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores this process may use: affinity, and the quota of its cgroup and of all above it, version 1 or 2."""
+    return min(len(os.sched_getaffinity(0)), *cgroup_quotas(cgroup, own), sys.maxsize)
+
+
+def cgroup_quotas(cgroup: Path, own: Path) -> Iterator[int]:
+    """Every CPU quota that binds this process, in cores, rounded up."""
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        if quota != "max":
-            allowed = min(allowed, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
-    return allowed
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = cgroup / controllers if (cgroup / controllers).is_dir() else cgroup / "cpu"
+        folder = top.joinpath(path.lstrip("/"))
+        # in a container the path may be the host's, which is not there: then the top is our own
+        for level in (folder, *folder.parents):
+            if (quota := _quota_of(level)) is not None:
+                yield quota
+            if level == top:
+                break
+
+
+def _quota_of(folder: Path) -> int | None:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return max(1, math.ceil(int(quota) / int(period))) if quota not in ("max", "-1") else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
 
 
 def count_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:

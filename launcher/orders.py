@@ -186,6 +186,14 @@ class C10dFailed(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
+class C10dLost(Report):
+    """A c10d store ended by itself; 0 is the first world's, before it has a number."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cleared(Report):
     """No worker is left here."""
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from launcher.destinations import Destinations
 from launcher.environment import Attempt, with_local_rank, worker_environ
-from launcher.orders import WorkerExited, WorkerStarted
 from launcher.options import RunOptions
+from launcher.orders import WorkerExited, WorkerStarted
 from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error, kill_session
 from launcher.report import failure_lines
 from launcher.rundir import JobFolder
@@ -166,6 +166,7 @@ class Pool:
         ended = self.ended[worker] = Ended(process, code, process.restarts, self._clock())
         del self._slots[worker]
         kill_session(process.pid, spare_leader=True)
+        self._template.forget(process.pid)
         lines = () if code == 0 else tuple(self._report(worker, ended))
         self._tell(
             WorkerExited(worker=worker, code=code, under_way=self.rendezvous.exists(), lines=lines)

@@ -184,6 +184,11 @@ class TemplateClient:
             self._streams[1].close()
             self._streams = None
 
+    def forget(self, pid: int) -> None:
+        """Tell the template that a worker was reaped."""
+        if self._streams is not None and not self._streams[1].is_closing():
+            self._streams[1].write(json.dumps({"op": "ended", "pid": pid}).encode() + b"\n")
+
     def close(self) -> None:
         """Tell the template to end."""
         self._closed = True

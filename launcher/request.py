@@ -19,6 +19,7 @@ from launcher.options import (
     parse_bytes,
     parse_endpoint,
     parse_layout,
+    parse_log_level,
     parse_nnodes,
     parse_nproc,
     parse_rdzv_conf,
@@ -75,6 +76,8 @@ class RunWords:
     redirects: str
     tee: str
     local_ranks_filter: str
+    ranks_filter: str
+    keep_runs: int
     duplicate_stdout_filters: str
     duplicate_stderr_filters: str
     event_log_handler: str
@@ -119,6 +122,11 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
     tee = _value(lambda: StreamChoice.parse(words.tee, "--tee"))
     if (words.duplicate_stdout_filters or words.duplicate_stderr_filters) and not tee.any():
         warnings.append("duplicate filters look at what --tee tees, and nothing is; they are ignored")
+    log_level, complaints = parse_log_level(environ.get("LOGLEVEL"))
+    warnings += complaints
+    refuse_if(words.keep_runs < 0, f"--keep-runs {words.keep_runs} is below 0")
+    if environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") == "1":
+        warnings.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE is ignored: the launcher serves the workers' first store")
     log_dir = Path(words.log_dir).absolute() if words.log_dir else None
     refuse_if(log_dir is not None and log_dir.is_file(), f"--log-dir {log_dir} is a file")
     options = RunOptions(
@@ -127,10 +135,13 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
         log_dir=log_dir, staging_bytes=parse_bytes(words.staging), max_restarts=words.max_restarts,
         shutdown_timeout_s=shutdown_timeout_s, host=host, port=port,
         rdzv_id="" if words.standalone or words.rdzv_id == "none" else parse_run_id(words.rdzv_id),
-        meeting=meeting, preload=words.preload, monitor_interval_s=words.monitor_interval, environ=environ, role=words.role,
+        meeting=meeting, preload=words.preload, monitor_interval_s=words.monitor_interval, environ=environ,
+        role=words.role,
         fresh=words.start_method == "spawn", virtual_local_rank=words.virtual_local_rank,
         numa_binding=words.numa_binding, signals=tuple(signals), redirects=redirects, tee=tee,
         local_ranks=_value(lambda: parse_ranks(words.local_ranks_filter, "--local-ranks-filter")),
+        ranks=_value(lambda: parse_ranks(words.ranks_filter, "--ranks-filter")),
+        log_level=log_level, keep_runs=words.keep_runs,
         stdout_filters=parse_filters(words.duplicate_stdout_filters),
         stderr_filters=parse_filters(words.duplicate_stderr_filters),
         logs_specs=words.logs_specs, console_events=words.event_log_handler == "console",
@@ -196,9 +207,8 @@ def _meeting(words: RunWords, min_nodes: int, max_nodes: int, warnings: list[str
             f"--nnodes {words.nnodes}: say where the nodes meet, with --rdzv-endpoint HOST:PORT on each of them;"
             " HOST is the address of one of them, or of a 'liverun store'"
         )
-    refuse_if(
-        port == 0, f"--rdzv-endpoint {words.rdzv_endpoint!r}: give a port that every node can know; 0 is anyone's guess"
-    )
+    where = words.rdzv_endpoint or words.master_addr
+    refuse_if(port == 0, f"--rdzv-endpoint {where!r}: give a port that every node can know; 0 is anyone's guess")
     static = words.rdzv_backend == "static"
     refuse_if(
         words.node_rank is not None and not 0 <= words.node_rank < max_nodes,
@@ -241,8 +251,9 @@ def _conf_seconds(conf: dict[str, str], names: tuple[str, ...], default: float) 
 
 def _yes_or_no(text: str, name: str) -> bool:
     word = text.lower()
-    refuse_if(word not in ("1", "0", "true", "false", "yes", "no"), f"--rdzv-conf {name}={text} is neither true nor false")
-    return word in ("1", "true", "yes")
+    yes, no = ("1", "true", "yes"), ("0", "false", "no")
+    refuse_if(word not in (*yes, *no), f"--rdzv-conf {name}={text} is neither true nor false")
+    return word in yes
 
 
 def _endpoint(words: RunWords, warnings: list[str]) -> tuple[str, int]:

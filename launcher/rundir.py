@@ -3,6 +3,9 @@
 ``<root>/<job>/`` (mode 0700) holds ``job.json`` (the record), ``agent.lock`` (held while the agent lives),
 ``agent.sock``, ``events.jsonl``, ``status.json`` (the last status, once the job has ended), ``store.db`` and
 ``logs/<worker>/{stdout,stderr}.log``. A record whose lock is free belongs to an agent that is gone.
+
+The folders of jobs that have ended stay until later jobs push them out: a job that starts keeps the latest few
+(``--keep-runs``) and removes the rest. ``<root>/.lock`` is held while a folder is made, renamed or taken away.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SOCKET_PATH_LIMIT_BYTES = 107
 """what ``sun_path`` holds on Linux, without its final zero"""
+DOOMED_PREFIX = ".gone-"
 ENDED_STATES = ("finished", "failed", "stopped", "lost")
 
 
@@ -103,19 +107,29 @@ class JobFolder:
         self._socket_folder = socket_folder
 
     @classmethod
-    def create(cls, root: Path, job: str, uid: int, *, shared: bool = False) -> JobFolder:
-        """Make the folder of a new job. Raises ``JobError`` if a job of that id runs already.
+    def create(
+        cls, root: Path, job: str, uid: int, *, keep: int | None = None, shared: bool = False
+    ) -> JobFolder:
+        """Make the folder of a new job, and remove those of all but the ``keep`` latest that have ended.
 
-        ``shared``: agents of several nodes may keep their folders of one job side by side here (a home folder that
-        the nodes share, or several agents on one host); the later ones are called ``<job>@2`` and so on.
+        Raises ``JobError`` if a job of that id runs already. ``shared``: agents of several nodes may keep their
+        folders of one job side by side here (a home folder that the nodes share, or several agents on one host); the
+        later ones are called ``<job>@2`` and so on.
         """
         private_folder(root, uid)
+        with root_lock(root):
+            made = cls._make(root, job, shared=shared)
+            doomed = [] if keep is None else set_aside(root, keep)
+        for path in doomed:  # beside the lock: logs may be large
+            shutil.rmtree(path, ignore_errors=True)
+        return made
+
+    @classmethod
+    def _make(cls, root: Path, job: str, *, shared: bool) -> JobFolder:
         path = root / job
-        for number in range(2, 10_000):
-            record = read_record(path) if shared and path.exists() else None
-            if record is None or record.ended_already:
-                break
-            path = root / f"{job}@{number}"
+        if shared:
+            names = (job, *(f"{job}@{number}" for number in range(2, 10_000)))
+            path = next(root / name for name in names if not _lock_is_held(root / name / "agent.lock"))
         if path.exists():
             record = read_record(path)
             if record is not None and not record.ended_already:
@@ -154,6 +168,33 @@ class JobFolder:
         if self._socket_folder is not None:
             shutil.rmtree(self._socket_folder, ignore_errors=True)
         os.close(self._lock_fd)
+
+
+@contextlib.contextmanager
+def root_lock(root: Path) -> Iterator[None]:
+    """Hold the lock of a folder of jobs; on a file system without locks, nothing is held."""
+    fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def set_aside(root: Path, keep: int) -> list[Path]:
+    """Rename what is to be removed: all but the ``keep`` latest jobs that have ended. The new, hidden names.
+
+    What an interrupted removal left is among them. A folder without a record is nobody's that we know, and stays.
+    """
+    ended = [record for record in list_jobs(root) if record.ended_already]
+    doomed = list(root.glob(f"{DOOMED_PREFIX}*"))
+    for record in ended[: max(0, len(ended) - keep)]:
+        new = root / f"{DOOMED_PREFIX}{secrets.token_hex(4)}"
+        with contextlib.suppress(OSError):
+            (root / record.id).rename(new)
+            doomed.append(new)
+    return doomed
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -200,7 +241,7 @@ def list_jobs(root: Path) -> list[JobRecord]:
     """Every job that left a record here, oldest first."""
     if not root.is_dir():
         return []
-    records = [read_record(folder) for folder in root.iterdir() if folder.is_dir()]
+    records = [read_record(folder) for folder in root.iterdir() if folder.name[0] != "." and folder.is_dir()]
     return sorted((record for record in records if record is not None), key=lambda record: record.started)
 
 

@@ -53,7 +53,7 @@ class Uplink:
     async def confirmed(self, timeout_s: float) -> bool:
         """Wait until the controller has heard everything; false when that takes longer, or it is gone."""
         deadline = self._clock() + timeout_s
-        while self._courier.waiting and self._clock() < deadline:
+        while self._courier.waiting and self._clock() < deadline:  # noqa: ASYNC110  (polled at the very end only)
             await asyncio.sleep(0.02)
         return not self._courier.waiting
 

@@ -9,12 +9,13 @@ so that forking it is safe and takes milliseconds. Over the socket go JSON lines
    ...}``, which asks a plug-in of torchrun where logs go.
 3. template -> agent ``{"id": 7, "pid": 4711}``, for a store with its ``port`` too, or ``{"id": 8, "error":
    "..."}``.
-4. agent -> template ``{"op": "end"}``: the template is not needed any more.
+4. agent -> template ``{"op": "ended", "pid": 4711}``: that worker was reaped; its pid may be another's from now on.
+5. agent -> template ``{"op": "end"}``: the template is not needed any more.
 
 A child is forked twice, so that it becomes a child of the agent (a subreaper), which reaps it itself:
 workers live on when the template crashes, and die with their agent. When the agent is gone, the template
-first kills whatever still carries this job's id in its environment (data-loading processes of killed
-workers, for example), then ends.
+first kills whatever still carries this job's id in its environment or is in the session of one of its workers
+(data-loading processes, for example), then ends.
 
 Nothing here imports the launcher: a user's own ``launcher.py`` beside the script must keep working.
 """
@@ -37,7 +38,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,8 @@ class Template:
         self._connection = connection
         self._agent_pid = agent_pid
         self._logs_specs: Any = None
+        self.workers: set[int] = set()
+        """pids of workers that were forked here and have not been reaped"""
 
     def serve(self) -> WorkerTask | None:
         """Answer requests. Returns the task in a child that is to be a worker, ``None`` at the end.
@@ -217,6 +220,9 @@ class Template:
             request = json.loads(line)
             if request["op"] == "end":
                 return None
+            if request["op"] == "ended":
+                self.workers.discard(request["pid"])
+                continue
             if request["op"] == "worker":
                 names = {field.name for field in fields(WorkerTask)}
                 task = WorkerTask(**{name: value for name, value in request.items() if name in names})
@@ -224,6 +230,7 @@ class Template:
                 if pid is None:
                     self._connection.close()
                     return task
+                self.workers.add(pid)
                 self._say({"id": request["id"], "pid": pid})
             elif request["op"] == "logs":
                 self._logs(request)
@@ -303,8 +310,8 @@ class Template:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def kill_left_behind(job: str) -> None:
-    """Kill every process of ours that carries this job's id in its environment, but for this one."""
+def kill_left_behind(job: str, workers: Collection[int]) -> None:
+    """Kill every process, but for this one, that has this job's id in its environment or is in a worker's session."""
     mark = f"LIVERUN_JOB={job}".encode()
     for _ in range(20):
         found = False
@@ -312,9 +319,10 @@ def kill_left_behind(job: str) -> None:
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found = True
-                    os.kill(int(entry.name), signal.SIGKILL)
+                pid = int(entry.name)
+                if os.getsid(pid) in workers or mark in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+                    found |= (entry / "stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
         if not found:
             return
         time.sleep(0.02)
@@ -325,6 +333,10 @@ def preload(names: str) -> float:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     started = time.monotonic()
     wanted = [name.strip() for name in names.split(",") if name.strip()]
+    # What imports leave is soon garbage or never: looking through all there is, over and over, takes a seventh of the
+    # time. The young are still looked at, else what stays is spread over more pages, and forks copy those.
+    usual = gc.get_threshold()
+    gc.set_threshold(usual[0], usual[1], 10**6)
     if "none" not in wanted:
         for name in PRELOAD_ALWAYS:
             if importlib.util.find_spec(name.partition(".")[0]) is not None:
@@ -332,6 +344,7 @@ def preload(names: str) -> float:
     for name in wanted:
         if name != "none":
             importlib.import_module(name)
+    gc.set_threshold(*usual)
     gc.collect()
     gc.freeze()
     return time.monotonic() - started
@@ -349,11 +362,12 @@ def main() -> None:
     connection = socket.socket(fileno=options.fd)
     connection.set_inheritable(False)
     import_s = preload(os.environ.get("LIVERUN_PRELOAD", ""))
+    template = Template(connection, options.agent)
     try:
         connection.sendall(json.dumps({"ready": True, "import_s": round(import_s, 3)}).encode() + b"\n")
-        task = Template(connection, options.agent).serve()
+        task = template.serve()
     except (EOFError, ConnectionError):
-        kill_left_behind(options.job)
+        kill_left_behind(options.job, template.workers)
         return
     if task is not None:
         task.run(options.agent)

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from launcher.store.auth import Token, TokenError, find_token, new_token, read_token_file
 from launcher.store.engine import Engine
-from launcher.store.errors import StoreError
+from launcher.store.errors import JournalError, StoreError
 from launcher.store.link import Place
 from launcher.store.server import StoreServer
 
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 69
+EXIT_HOPELESS = 93
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ def main(
         engine = Engine(options.journal, clock=clock, power_safe=options.power_safe, salvage=options.salvage)
     except (TokenError, ssl.SSLError, ValueError) as error:
         return _complain(str(error), EXIT_USAGE)
+    except JournalError as error:  # a supervisor that starts it again does not mend it
+        return _complain(str(error), EXIT_HOPELESS)
     except (StoreError, OSError) as error:
         return _complain(str(error), EXIT_UNREACHABLE)
     try:

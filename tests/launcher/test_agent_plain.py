@@ -136,9 +136,19 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 subprocess.Popen(["sleep", "1000"])
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
+bare = subprocess.Popen(["sleep", "1000"], env={})
+with open(sys.argv[1] + "/bare" + os.environ["RANK"], "w") as file:
+    file.write(str(bare.pid))
 open(sys.argv[1] + "/up" + os.environ["RANK"], "w").close()
 while True: signal.pause()
 """
+
+
+def alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def stubborn(bed: Bed, *words: str) -> object:
@@ -188,12 +198,15 @@ def test_a_second_ctrl_c_kills_at_once(bed: Bed) -> None:
     assert not processes_with(bed.mark)
 
 
-def test_nothing_survives_a_killed_agent(bed: Bed) -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_nothing_survives_a_killed_agent(bed: Bed, method: str) -> None:
     """Known complaint 9: a crashed launcher's workers, and their data workers, live on for hours."""
-    agent = stubborn(bed)
+    agent = stubborn(bed, "--start-method", method)
+    bare = [int(path.read_text()) for path in bed.folder.glob("bare*")]  # they do not carry the mark of the test
+    os.kill(agent.pids()["w1"], signal.SIGSTOP)
     agent.process.kill()
     agent.process.wait()
-    until("all to be gone", lambda: not processes_with(bed.mark), 10)
+    until("all to be gone", lambda: not processes_with(bed.mark) and not any(map(alive, bare)), 2.0)
     shown = bed.cli("status", agent.folder.name)
     assert shown.returncode == 69
     assert "gone without a word" in shown.stderr

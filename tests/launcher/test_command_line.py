@@ -129,7 +129,7 @@ def test_a_launcher_inside_a_worker_is_a_job_of_its_own(bed: Bed) -> None:
 
 def test_help_lists_every_command() -> None:
     text = CliRunner().invoke(app, ["--help"]).output
-    for word in ("run", "resize", "status", "events", "jobs", "stop"):
+    for word in ("run", "resize", "status", "events", "jobs", "stop", "store"):
         assert f"\n  {word} " in text
 
 
@@ -193,11 +193,16 @@ def test_auto_counts_the_cgroup_and_the_visible_devices(
 ) -> None:
     """Known complaint 26: auto counts the host's CPUs, not the cgroup's."""
     monkeypatch.setattr(options.os, "sched_getaffinity", lambda _: range(64))
-    assert count_cpus(tmp_path) == 64
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert count_cpus(tmp_path) == 64
-    (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert count_cpus(tmp_path) == 3
+    own = tmp_path / "own"
+    for text in ("0::/\n", "0::/../of/another\n", ""):
+        own.write_text(text)
+        (tmp_path / "cpu.max").unlink(missing_ok=True)
+        assert count_cpus(tmp_path, own) == 64
+        (tmp_path / "cpu.max").write_text("max 100000\n")
+        assert count_cpus(tmp_path, own) == 64
+        (tmp_path / "cpu.max").write_text("250000 100000\n")
+        assert count_cpus(tmp_path, own) == (3 if text else 64)
+    assert count_cpus(tmp_path, tmp_path / "nowhere") == 3
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert count_gpus({}, tmp_path) == 2
@@ -206,6 +211,30 @@ def test_auto_counts_the_cgroup_and_the_visible_devices(
     assert parse_nproc("auto", num_cpus=3, num_gpus=2) == 2
     assert parse_nproc("auto", num_cpus=3, num_gpus=0) == 3
     assert parse_nproc("CPU", num_cpus=3, num_gpus=2) == 3
+
+
+def test_auto_counts_the_quotas_of_every_cgroup_above_in_both_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known complaint 26: a quota binds whatever level of the hierarchy sets it."""
+    monkeypatch.setattr(options.os, "sched_getaffinity", lambda _: range(64))
+    own, leaf = tmp_path / "own", tmp_path / "v2" / "slurm" / "job" / "step"
+    leaf.mkdir(parents=True)
+    own.write_text("0::/slurm/job/step\n")
+    (leaf / "cpu.max").write_text("max 100000\n")
+    (leaf.parent / "cpu.max").write_text("800000 100000\n")
+    assert count_cpus(tmp_path / "v2", own) == 8
+    (leaf.parent.parent / "cpu.max").write_text("50000 100000\n")
+    assert count_cpus(tmp_path / "v2", own) == 1
+    old = tmp_path / "v1" / "cpu,cpuacct" / "docker" / "abc"
+    old.mkdir(parents=True)
+    own.write_text("5:memory:/other\n4:cpu,cpuacct:/docker/abc\n")
+    assert count_cpus(tmp_path / "v1", own) == 64
+    (old / "cpu.cfs_quota_us").write_text("-1\n")
+    (old / "cpu.cfs_period_us").write_text("100000\n")
+    assert count_cpus(tmp_path / "v1", own) == 64
+    (old / "cpu.cfs_quota_us").write_text("150000\n")
+    assert count_cpus(tmp_path / "v1", own) == 2
 
 
 def test_cores_are_shared_out_among_workers_unless_the_user_said() -> None:

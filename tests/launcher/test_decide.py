@@ -27,8 +27,6 @@ from launcher.model import (
     Node,
     NodeCleared,
     NodeEntered,
-    NodeLeaving,
-    NodeLost,
     Number,
     Numbered,
     OpenStore,
@@ -541,6 +539,22 @@ def test_old_world_goes_on_when_its_store_cannot_be_opened() -> None:
     drive.wish(workers=3)
     actions = drive.feed(StoreFailed(generation=2, reason="no port"))
     assert old_world_goes_on(drive, actions) == "no port"
+
+
+def test_a_store_that_is_lost_aborts_only_what_is_still_being_prepared_on_it() -> None:
+    lost = StoreFailed(generation=2, reason="the c10d store ended")
+    drive = preparing()
+    drive.prepared("w0")
+    assert old_world_goes_on(drive, drive.feed(lost)) == "the c10d store ended"
+    drive = preparing()
+    drive.prepared()
+    assert drive.feed(lost, StoreFailed(generation=1, reason="that of the old world")) == []
+    drive.progress()
+    assert sent(Go, drive.armed())
+    assert drive.feed(lost) == []
+    drive.voted()
+    assert drive.state.world is not None
+    assert drive.state.world.generation == 2
 
 
 def test_late_cancels_and_doubles_the_margin() -> None:

@@ -29,7 +29,17 @@ def test_the_launcher_takes_only_layouts_and_messages_from_the_workers_side() ->
         }
         if path.name == "api.py":  # runs in the program that launches, not in the agent
             names -= {"liverun.calls"}
+        if path.name == "torch_rendezvous.py":  # runs in torchrun's agents, not in ours
+            names = {name for name in names if not name.startswith("torch.distributed")}
         assert names <= SHARED, path
+
+
+def test_nothing_of_ours_imports_what_only_torchruns_agents_need() -> None:
+    for folder in ("launcher", "liverun", "resharding"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert "launcher.torch_rendezvous" not in imported(path), path
+            if path != ROOT / "liverun" / "torch_handler.py":  # asked for by torchrun's agents alone
+                assert "launcher.torch_rendezvous" not in path.read_text(), path
 
 
 def test_nothing_that_runs_in_a_worker_imports_the_launcher() -> None:

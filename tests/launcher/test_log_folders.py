@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher_bed import Bed
+from launcher_bed import Bed, until
 
 from launcher.logs import Relay, as_lines
 
@@ -62,6 +62,35 @@ def test_only_filtered_local_ranks_are_shown_but_all_are_kept(bed: Bed) -> None:
     assert agent.wait() == 0
     assert shown(agent)[0] == ["[default0]:out 0", "[default2]:out 2"]
     assert agent.log("w1") == "out 1\n"
+
+
+def test_only_filtered_global_ranks_are_shown_but_all_are_kept(bed: Bed) -> None:
+    """Known complaint 28: local ranks only."""
+    script = bed.script("say.py", SAY)
+    agent = bed.launch("--nproc-per-node", "3", "--ranks-filter", "1", "--tee", "2:3", script)
+    assert agent.wait() == 0
+    assert shown(agent) == (["[default1]:out 1"], ["[default1]:err 1"])
+    assert [agent.log(f"w{rank}") for rank in range(3)] == ["out 0\n", "out 1\n", "out 2\n"]
+    both = bed.launch("--nproc-per-node", "3", "--ranks-filter", "0,1", "--local-ranks-filter", "1,2", script)
+    assert both.wait() == 0
+    assert shown(both)[0] == ["[default1]:out 1"]
+    wrong = bed.cli("--ranks-filter", "one", script)
+    assert (wrong.returncode, "--ranks-filter 'one' is no comma-separated list" in wrong.stderr) == (2, True)
+
+
+def test_a_filter_by_global_rank_follows_the_rank_to_its_next_worker(bed: Bed) -> None:
+    """Known complaint 28: whose lines are shown is a matter of rank, not of the place on a node."""
+    agent = bed.fake(2, 1, "--ranks-filter", "1")
+    until("the standby", lambda: agent.status()["nodes"][0]["standbys"] == 1)
+    assert bed.cli("resize", "--replace", "1").returncode == 0
+    assert bed.cli("resize", "--workers", "1").returncode == 0
+    assert bed.cli("resize", "--workers", "2").returncode == 0
+    assert agent.finish() == 0
+    lines = agent.stdout().splitlines()
+    assert "[default1]:w1 has rank 1 in generation 1" in lines
+    assert "[default1]:w2 has rank 1 in generation 2" in lines
+    assert not [line for line in lines if "w0 " in line]
+    assert not [line for line in lines if "rank None" in line and "generation 4" in line]
 
 
 def test_teed_lines_with_a_word_are_copied_to_one_file_of_all_ranks(bed: Bed) -> None:
@@ -162,20 +191,27 @@ def test_a_logs_specs_plug_in_says_where_everything_goes(bed: Bed) -> None:
 
 
 @pytest.mark.e2e
-def test_torchrun_and_liverun_leave_the_same_files(bed: Bed) -> None:
-    """The layout is compared with what torchrun itself does here."""
+def test_torchrun_and_liverun_leave_the_same_files_and_give_the_same_variables(bed: Bed) -> None:
+    """Compared with what torchrun itself does here."""
     pytest.importorskip("torch")
     import subprocess
 
-    script = bed.script("say.py", SAY)
+    show = "import json\nopen(f'{sys.argv[1]}.{r}', 'w').write(json.dumps(dict(os.environ)))\n"
+    script = bed.script("say.py", SAY + show)
     words = ["--nproc-per-node=2", "--redirects=0:3", "--tee=1:1", "--rdzv-id=x", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     theirs, ours = bed.folder / "theirs", bed.folder / "ours"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "--log-dir", str(theirs), script],
-        env=bed.environ(), capture_output=True, text=True, check=True, timeout=120,
+        [sys.executable, "-m", "torch.distributed.run", *words, "--log-dir", str(theirs), script, "theirs.env"],
+        env=bed.environ(), cwd=bed.folder, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    agent = bed.launch(*words, "--log-dir", str(ours), script)
+    agent = bed.launch(*words, "--log-dir", str(ours), script, "ours.env")
     assert agent.wait() == 0
+    differ = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}  # there in both, of each launcher's own making
+    for rank in range(2):
+        torch_says, we_say = (json.loads((bed.folder / f"{who}.env.{rank}").read_text()) for who in ("theirs", "ours"))
+        assert torch_says.keys() <= we_say.keys()
+        given = torch_says.keys() - bed.environ().keys() - differ
+        assert {name: we_say[name] for name in given} == {name: torch_says[name] for name in given}
     assert tree(next(theirs.iterdir())) == tree(next(ours.iterdir()))
     assert [run.name.partition("_")[0] for run in (*theirs.iterdir(), *ours.iterdir())] == ["x", "x"]
     assert done.stdout.splitlines() == agent.stdout().splitlines() == ["[default1]:out 1"]

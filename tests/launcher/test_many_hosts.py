@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -43,7 +42,7 @@ class Job:
             prefix=tuple(host.prefix), HOME=str(self.bed.folder), FAKE_BEHAVE="{}", **environ,
         )  # fmt: skip
         agent.root = root
-        until("a record", lambda: (root / "far" / "job.json").exists())
+        until("a record", (root / "far" / "job.json").exists)
         return agent
 
     def status(self, host: Host) -> dict[str, Any]:
@@ -160,4 +159,4 @@ def test_two_jobs_on_the_same_hosts_never_meet(bed: Bed, three: list[Host]) -> N
     assert [agent.process.poll() for agent in agents[:2]] == [None, None]
     bed.cli("stop", "far", "--run-dir", str(bed.root / three[1].name))
     assert [agent.wait() for agent in agents[:2]] == [0, 0]
-    assert not os.path.exists(bed.folder / "end-far")
+    assert not (bed.folder / "end-far").exists()

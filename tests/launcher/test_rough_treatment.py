@@ -89,6 +89,28 @@ def test_a_stopped_worker_holds_nothing_up(bed: Bed, signal_first: bool) -> None
     assert agent.log("w0") == "saved\n"
 
 
+def test_workers_that_ignore_sigterm_have_the_same_grace_when_another_fails(bed: Bed) -> None:
+    """Known complaint 15: the time until SIGKILL cannot be changed on every path."""
+    script = bed.script(
+        "deaf.py",
+        "import os, signal, sys, time\n"
+        f"mark = {str(bed.folder / 'up')!r}\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    signal.signal(15, lambda *_: print('heard'))\n"
+        "    open(mark, 'w').close()\n"
+        "    while True: signal.pause()\n"
+        "while not os.path.exists(mark): time.sleep(0.01)\n"
+        "sys.exit(4)\n",
+    )
+    agent = bed.launch("--nproc-per-node", "2", "--shutdown-timeout", "0.5", script)
+    until("the deaf worker", (bed.folder / "up").exists)
+    started = time.monotonic()
+    assert agent.wait() == 1
+    assert 0.3 < time.monotonic() - started < 15  # and not the 30 s that are usual
+    assert agent.log("w0") == "heard\n"
+    assert "first failure: worker w1, rank 1, exit code 4" in agent.stderr()
+
+
 def test_a_grandchild_that_keeps_the_output_open_holds_nothing_up(bed: Bed) -> None:
     """Known complaint 9: data workers live on."""
     script = bed.script("pipe.py", "import subprocess\nsubprocess.Popen(['sleep', '1000'])\nprint('the end')\n")

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from launcher_bed import Bed, until
@@ -176,6 +177,28 @@ def test_start_method_spawn_is_a_fresh_interpreter_and_the_default_a_fork(bed: B
         assert agent.wait() == 0, agent.stderr()
         words = agent.stdout().split()
         assert words == [str(forked), "True", str(bed.folder)]  # torchrun runs python -u
+
+
+def test_the_start_method_comes_from_its_variable_and_an_option_goes_before_it(bed: Bed) -> None:
+    script = bed.script("who.py", "import sys\nprint('liverun.template' in sys.modules)\n")
+    for words, variable, forked in (((), "spawn", False), (("--start-method", "fork"), "spawn", True), ((), "", True)):
+        agent = bed.launch(*words, script, PET_START_METHOD=variable)
+        assert agent.wait() == 0, agent.stderr()
+        assert agent.stdout() == f"{forked}\n"
+
+
+def test_workers_of_fresh_interpreters_join_and_are_resized(bed: Bed) -> None:
+    """A standby of its own interpreter, and all of them ended with the job."""
+    agent = bed.fake(1, 1, "--start-method", "spawn")
+    agent.event("world")
+    until("the standby", lambda: agent.status()["nodes"][0]["standbys"] == 1)
+    before = agent.pids()
+    done = bed.cli("resize", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert agent.pids()["w0"] == before["w0"]
+    for pid in agent.pids().values():
+        assert b"liverun.template" not in (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    assert agent.finish() == 0
 
 
 def test_modules_and_paths_run_in_both_start_methods(bed: Bed) -> None:

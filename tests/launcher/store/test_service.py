@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from store_bed import HOST, JOB
 
+from launcher.cli import main as command_line
 from launcher.store.auth import read_token_file
 from launcher.store.client import RemoteStore
 from launcher.store.link import Place
@@ -169,6 +170,87 @@ def test_what_was_asked_wrongly_is_said_in_one_sentence(
     assert errors.count("\n") == 1
 
 
+# --- as a command ---------------------------------------------------------------------------------------------
+
+
+def liverun_store(*words: str, **environ: str) -> subprocess.Popen[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("LIVERUN_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "liverun", "store", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**clean, "PYTHONPATH": str(ROOT), **environ},
+    )  # fmt: skip
+
+
+def test_the_command_serves_with_every_option_it_documents(tmp_path: Path, certificates: Path) -> None:
+    cert, key = certificates / "cert.pem", certificates / "key.pem"
+    journal, token, place_file = (tmp_path / name for name in ("store.db", "token", "place.json"))
+    process = liverun_store(
+        "--host", HOST, "--port=0", "--journal", str(journal), "--token-file", str(token), "--place-file", str(place_file),
+        "--tls-cert", str(cert), "--tls_key", str(key), LIVERUN_JOB=JOB,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        assert json.loads(place_file.read_text()) == said
+        client = RemoteStore(
+            [Place(said["host"], said["port"])], read_token_file(token, uid=os.geteuid()), job=JOB, node="n",
+            role="agent", random=secrets.token_bytes, ssl_context=client_tls(cert),
+        )  # fmt: skip
+
+        async def scene() -> None:
+            async with client as store:
+                await store.put("a", "1")
+
+        play(scene)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20) == ("", "")
+        assert process.returncode == 0
+        assert journal.exists()
+        assert not place_file.exists()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"job": None}, "--job is missing; give the id"),
+        ({"job": "a/b"}, "--job 'a/b': use up to 64 letters"),
+        ({"host": None}, "--host is missing; give the one address"),
+        ({"host": "0.0.0.0"}, "every address of this machine"),
+        ({"host": "203.0.113.7"}, "cannot listen at 203.0.113.7:0"),
+        ({"port": "http"}, "--port 'http' is no port; give a number up to 65535"),
+        ({"port": "65536"}, "--port '65536' is no port"),
+        ({"journal": None}, "--journal is missing; give the file"),
+        ({"journal": "/nowhere/db"}, "--journal /nowhere/db: there is no such folder"),
+        ({"journal": "/"}, "--journal / is a folder"),
+        ({"token-file": "/nowhere/token"}, "--token-file /nowhere/token: there is no such folder"),
+        ({"token-file": None}, "no token: set LIVERUN_TOKEN_FILE"),
+        ({"tls-cert": "cert.pem"}, "--tls-cert and --tls-key go together"),
+        ({"tls-client-ca": "ca.pem"}, "--tls-client-ca without --tls-cert"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_of_the_command_is_one_sentence(
+    tmp_path: Path, words: dict[str, str | None], sentence: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In this process: what starts an interpreter for each is above."""
+    for name in [name for name in os.environ if name.startswith("LIVERUN_")]:
+        monkeypatch.delenv(name)
+    usual = {"job": JOB, "host": HOST, "journal": str(tmp_path / "db"), "token-file": str(tmp_path / "token")}
+    given = {name: value for name, value in (usual | words).items() if value is not None}
+    monkeypatch.setattr(sys, "argv", ["liverun", "store", *(f"--{name}={value}" for name, value in given.items())])
+    with pytest.raises(SystemExit) as ended:
+        command_line()
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("liverun store: ")
+    assert sentence in said.err
+    assert said.err.count("\n") == 1
+    assert ended.value.code == (69 if "cannot listen" in sentence else 2)
+
+
 def test_a_damaged_journal_is_refused_with_its_offset(tmp_path: Path) -> None:
     service = Service(tmp_path)
     service.start()
@@ -179,7 +261,7 @@ def test_a_damaged_journal_is_refused_with_its_offset(tmp_path: Path) -> None:
     path.write_bytes(data)
     service.start()
     code, errors = service.wait()
-    assert code == 69
+    assert code == 93
     assert "damaged at byte" in errors
 
 
