@@ -85,11 +85,18 @@ async def _run(options: RunOptions, command: Sequence[str], left_open: contextli
     except OSError as error:
         raise unusable(error, options.root) from None
     left_open.callback(folder.close)
-    if entry.controller is None:
-        return await Leader(options, command, entry, folder).run()
-    from launcher.member import Member
+    while True:
+        agent: Agent
+        if entry.controller is None:
+            agent = Leader(options, command, entry, folder)
+        else:
+            from launcher.member import Member
 
-    return await Member(options, command, entry, folder).run()
+            agent = Member(options, command, entry, folder)
+        done = await agent.run()
+        if isinstance(done, int):
+            return done
+        entry = done
 
 
 def unusable(error: OSError | sqlite3.Error | StoreError, path: Path) -> JobError:
@@ -117,6 +124,7 @@ class Agent:
             id=folder.path.name, pid=os.getpid(), uid=os.geteuid(), state="starting", started=rfc3339(time.time()),
             command=list(command), socket=str(folder.socket_path),
         )  # fmt: skip
+        self._agent_name = f"{entry.host}:{self._record.pid}"
         self._written = True
 
     def _set_up(self) -> None:
@@ -160,6 +168,22 @@ class Agent:
             self._node.torch_events = monotonic_events(options, self._job, tell)
         self._threads = threads
         self._watches = Watches(options, pool=self._pool, say=say, fail=self._trouble)
+
+    async def run(self) -> int | Entry:
+        """Do this agent's part; the exit code, or how to go on when the job's controller has become another one."""
+        raise NotImplementedError
+
+    async def _take_apart(self) -> None:
+        """End the workers and everything else of this node that an agent sets up; the run folder stays."""
+        for worker in list(self._pool.alive):
+            self._pool.kill(worker)
+        await self._pool.empty(10.0)
+        await self._node.link.close()
+        self._folder.socket_path.unlink(missing_ok=True)
+        await self._watches.stop()
+        self._template.close()
+        self._relay.finish()
+        self._events.close()
 
     async def _begin(self, what: str) -> None:
         await self._node.link.start()
@@ -291,12 +315,14 @@ class Leader(Agent):
     """The agent that has the controller; of a job of one node, the only one."""
 
     def _open_store(self) -> None:
-        self._own = (
-            EmbeddedStore(self._folder.path / "store.db", clock=time.monotonic) if self._entry.store is None else None
-        )
+        self._own: EmbeddedStore | None = None
+        if self._entry.restored is not None:
+            self._own = EmbeddedStore.on(self._entry.restored)
+        elif self._entry.store is None:
+            self._own = EmbeddedStore(self._folder.path / "store.db", clock=time.monotonic)
 
-    async def run(self) -> int:
-        """Run the job; the exit code."""
+    async def run(self) -> int | Entry:
+        """Run the job; the exit code, or how to go on after another agent has brought the store back elsewhere."""
         self._set_up()
         options, entry, meeting = self._options, self._entry, self._options.meeting
         state = JobState(
@@ -321,16 +347,25 @@ class Leader(Agent):
             count += f" on this node, of {meeting.min_nodes} to {meeting.max_nodes} nodes"
         self._events.write("started", 0, f"job {self._job}: {count}", {"command": list(self._record.command)})
         await self._begin(count)
-        await controller.start()
+        try:
+            await controller.start()
+        except StoreError as error:
+            controller.fail(str(error))
         pin = meeting.pin if meeting is not None else None
-        offer = Enter(host=options.host, nproc=options.nproc, standbys=options.standbys, pin=pin)
+        offer = Enter(
+            host=options.host, nproc=options.nproc, standbys=options.standbys, pin=pin, agent=self._agent_name
+        )
         self._id = controller.enter(self._node.do, offer, leads=True)
+        self._pool.prefix = "" if self._id == "n0" else f"{self._id}."
         async with self._doors():
             running = controller.spawn(controller.run())
             signals = controller.spawn(self._on_signals())
             await controller.ended.wait()
             end = controller.end
-            assert end is not None
+            if end is None:
+                for task in (running, signals):
+                    task.cancel()
+                return await self._follow()
             self._write("stopping")
             last = controller.status()
             controller.finish(end, last, but=self._id)
@@ -343,6 +378,21 @@ class Leader(Agent):
             self._own.close()
         return code
 
+    async def _follow(self) -> Entry:
+        """Become a node of the job whose store is elsewhere now."""
+        from launcher.entering import enter_elsewhere
+
+        meeting, place, entry = self._options.meeting, self._controller.superseded, self._entry
+        assert meeting is not None
+        assert place is not None
+        assert entry.token is not None
+        say(f"the store was brought back at {place} while this node was cut off: its workers end, and it comes anew")
+        await self._take_apart()
+        if self._own is not None:
+            self._own.close()
+        meeting = dataclasses.replace(meeting, host=place.host, port=place.port)
+        return await enter_elsewhere(self._options, meeting, entry.name, entry.token)
+
     @contextlib.asynccontextmanager
     async def _doors(self) -> AsyncIterator[None]:
         """Serve store and controller to other nodes, where there may be any; the store leaves last."""
@@ -353,7 +403,9 @@ class Leader(Agent):
         from launcher.doors import doors
 
         patience_s = self._options.shutdown_timeout_s + 5
-        async with doors(self._controller, entry, self._own, meeting, patience_s=patience_s):
+        async with doors(
+            self._controller, entry, self._own, meeting, own_name=self._agent_name, patience_s=patience_s
+        ):
             yield
 
     def _reported(self, report: Report) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from launcher.control import (
     Control,
@@ -43,6 +44,7 @@ from launcher.model import (
     NodeLost,
     Number,
     Numbered,
+    NumberFailed,
     OpenStore,
     Record,
     Restart,
@@ -86,9 +88,14 @@ from launcher.orders import (
     WorkerStarted,
 )
 from launcher.status import status_object
-from launcher.store import Store, StoreError
+from launcher.store import Entry, Store, StoreError
+from launcher.store.errors import GateError, UnavailableError
+from launcher.store.link import Place
 from liverun.layout import Layout
 from liverun.messages import Message
+
+STORE_RETRY_S = 0.5
+T = TypeVar("T")
 
 
 @dataclass
@@ -107,8 +114,11 @@ class Controller:
     ``generation/<g>/world``   layout and worker ids of a generation that was committed, and their nodes
     ``job/active``             the generation that is the job; moved by compare-and-set only: older ones are
     fenced
+    ``job/id``                 the job's id; removed at its end
     ``job/restarts``           how much of the restart budget is used
-    ``node/<id>``              address of a node
+    ``node/<id>``              address of a node and of its agent
+    ``node/next``              the number of the next node
+    ``controller``             where the controller is (:mod:`launcher.entering`)
     ``resize/last``            how the last resize went
     """
 
@@ -119,16 +129,24 @@ class Controller:
         self.job = job
         self.end: End | None = None
         self.ended = asyncio.Event()
+        self.superseded: Place | None = None
+        """where another agent has brought the store back; ``ended`` is set without an end then"""
         self._store = store
         self._events = events
         self._say = say
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self.agents: dict[str, str] = {}
+        """what the agents of nodes are called in the store's proofs"""
+        self.world_changed: Callable[[list[str]], None] = lambda _: None
+        """told of the nodes of each world that becomes active"""
+        self._records: dict[str, Mapping[str, Any]] = {}
         self._nodes: dict[str, Callable[[Order], None]] = {}
         self._node_ids = itertools.count()
         self._store_nodes: dict[int, str] = {}
         self._boot_store: asyncio.Future[tuple[str, int]] | None = None
         self._under_way = False
         self._active_revision = 0
+        self._store_is_away = False
         self._wish_ids = itertools.count(1)
         self._requesters: dict[int, Requester] = {}
         self._asks: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -143,13 +161,17 @@ class Controller:
     def enter(self, order: Callable[[Order], None], offer: Enter, *, leads: bool = False) -> str:
         """Let the agent of a node in, which ``order`` reaches; its id."""
         number = next(self._node_ids)
+        self.spawn(self._put("node/next", number + 1))
         node = Node(
             id=f"n{number}", host=offer.host, nproc=offer.nproc, standbys=offer.standbys, pin=offer.pin,
             arrived=number, leads=leads,
         )  # fmt: skip
         self._nodes[node.id] = order
         self.tell(NodeEntered(node=node))
-        self.spawn(self._put(f"node/{node.id}", {"host": node.host, "workers": node.nproc}))
+        self.agents[node.id] = offer.agent
+        record = {"host": node.host, "workers": node.nproc, "agent": offer.agent, "peers": offer.peers}
+        self._records[node.id] = record
+        self.spawn(self._put(f"node/{node.id}", record))
         return node.id
 
     def lose(self, node: str, reason: str) -> None:
@@ -275,6 +297,30 @@ class Controller:
             await self._store.compare_and_set({"generation/next": 0}, {"generation/next": "1"})
         active = await self._store.get("job/active")
         self._active_revision = active.revision if active is not None else 0
+        following = await self._store.get("node/next")
+        self._node_ids = itertools.count(int(following.value) if following is not None else 0)
+        known = await self._store.get("job/id")
+        if known is None or known.value != self.job:
+            await self._store.compare_and_set({}, {"job/id": self.job, "job/restarts": "0"})
+        else:
+            await self._resume(int(active.value) if active is not None else None)
+
+    async def _resume(self, active: int | None) -> None:
+        """Take over from a controller that was lost, and its world with it: one restart of the budget."""
+        entry = await self._store.get("job/restarts")
+        used = int(entry.value) if entry is not None else 0
+        reason = "the controller was lost with its node"
+        if active is None:
+            self.state = replace(self.state, restarts=used, resumed=True)
+        elif used >= self.state.max_restarts:
+            self.fail(f"{reason}, and no restart is left (--max-restarts {self.state.max_restarts})")
+            return
+        else:
+            self.state = replace(self.state, restarts=used + 1, has_run=True, resumed=True)
+            reason += f"; restart {used + 1} of {self.state.max_restarts} begins on this one"
+            await self._store.put("job/restarts", str(used + 1))
+        self._events.write("controller_lost", active or 0, reason, {})
+        self._say(reason)
 
     async def run(self) -> None:
         """Decide and act until the job ends; goes on recording exits after that, until cancelled."""
@@ -306,7 +352,7 @@ class Controller:
                 if node is not None:
                     self.post(node, CloseC10d(generation=action.generation))
             case Commit():
-                await self._commit(action)
+                self.spawn(self._commit(action))
             case Record():
                 self._record(action)
             case Answer():
@@ -369,6 +415,11 @@ class Controller:
             return
         self.fail(str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}")
 
+    def give_way(self, place: Place) -> None:
+        """Be the controller no more: another one acts for the job, at a store elsewhere."""
+        self.superseded = place
+        self.ended.set()
+
     def fail(self, reason: str) -> None:
         """End the job for a reason that no decision knows of; nothing is decided after that."""
         if self.end is None:
@@ -394,31 +445,69 @@ class Controller:
             rank += node.nproc
 
     async def _number(self) -> None:
-        while True:
-            entry = await self._store.get("generation/next")
-            assert entry is not None
-            number = int(entry.value)
-            taken = await self._store.compare_and_set(
-                {"generation/next": entry.revision}, {"generation/next": str(number + 1)}
-            )
-            if taken is not None:
-                self.tell(Numbered(generation=number))
-                return
+        try:
+            while True:
+                entry = await self._patiently(lambda: self._store.get("generation/next"))
+                assert entry is not None
+                taken = await self._patiently(functools.partial(self._take, entry))
+                if taken:
+                    self.tell(Numbered(generation=int(entry.value)))
+                    return
+        except StoreError as error:
+            self.tell(NumberFailed(reason=str(error)))
+
+    async def _take(self, entry: Entry) -> bool:
+        """Take the number that an entry holds; one that was taken though no answer came is lost, and does no harm."""
+        expected = {"generation/next": entry.revision}
+        return await self._store.compare_and_set(expected, {"generation/next": str(int(entry.value) + 1)}) is not None
 
     async def _commit(self, action: Commit) -> None:
         world = action.world
         nodes = {worker: self.state.workers[worker].node for worker in world.ranks if worker in self.state.workers}
         value = json.dumps({"layout": world.layout.as_dict(), "ranks": list(world.ranks), "nodes": nodes})
-        revision = await self._store.compare_and_set(
-            {"job/active": self._active_revision},
-            {"job/active": str(world.generation), f"generation/{world.generation}/world": value},
-        )
-        if revision is not None:
-            self._active_revision = revision
+        writes = {"job/active": str(world.generation), f"generation/{world.generation}/world": value}
+        won = await self._patiently(lambda: self._activate(world.generation, writes), whatever=True)
+        if won:
+            self.world_changed(sorted(set(nodes.values())))
             for node in self._nodes:
                 theirs = {worker: rank for rank, worker in enumerate(world.ranks) if nodes.get(worker) == node}
-                self.post(node, ShowRanks(ranks=theirs, size=len(world.ranks)))
-        self.tell(Committed(generation=world.generation, won=revision is not None))
+                voters = {name: self._records[name] for name in set(nodes.values()) if name in self._records}
+                self.post(node, ShowRanks(ranks=theirs, size=len(world.ranks), nodes=voters))
+        self.tell(Committed(generation=world.generation, won=won))
+
+    async def _activate(self, generation: int, writes: Mapping[str, str]) -> bool:
+        """Move ``job/active``; also true if an earlier try had done it, whose answer was lost."""
+        revision = await self._store.compare_and_set({"job/active": self._active_revision}, writes)
+        if revision is None:
+            now = await self._store.get("job/active")
+            if now is None or now.value != str(generation):
+                return False
+            revision = now.revision
+        self._active_revision = revision
+        return True
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]], *, whatever: bool = False) -> T:
+        """Ask the store until it answers; the training goes on meanwhile.
+
+        Raises ``StoreError`` for what waiting does not mend, unless ``whatever`` it is has to be done.
+        """
+        while True:
+            try:
+                answer = await ask()
+            except StoreError as error:
+                if not whatever and not isinstance(error, UnavailableError | GateError):
+                    raise
+                if not self._store_is_away:
+                    self._store_is_away = True
+                    self._say(f"the store does not take what has to be written ({error}); the training goes on")
+                    self._events.write("store_away", 0, str(error), {})
+                await asyncio.sleep(STORE_RETRY_S)
+                continue
+            if self._store_is_away:
+                self._store_is_away = False
+                self._say("the store is back")
+                self._events.write("store_back", 0, "the store is back", {})
+            return answer
 
     def _record(self, action: Record) -> None:
         event = self._events.write(action.kind, action.generation, action.reason, action.fields)
@@ -445,7 +534,8 @@ class Controller:
             self.spawn(self._put("resize/last", self.state.last_resize))
 
     async def _put(self, key: str, value: Mapping[str, Any] | int) -> None:
-        await self._store.put(key, json.dumps(value))
+        """Write what is of use to people and to a later controller, but nothing waits for."""
+        await self._patiently(lambda: self._store.put(key, json.dumps(value)), whatever=True)
 
 
 class _RelayedAnswers:

@@ -25,6 +25,7 @@ from launcher.model import (
     NodeLeaving,
     NodeLost,
     Numbered,
+    NumberFailed,
     Phase,
     Said,
     Started,
@@ -84,6 +85,9 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
             _wished(turn, event.wish)
         case Numbered():
             generation.numbered(turn, event.generation)
+        case NumberFailed():
+            if turn.state.proposal is not None and turn.state.proposal.generation is None:
+                generation.abort(turn, event.reason)
         case StoreOpened():
             if _current(turn, event.generation):
                 generation.store_opened(turn, event.host, event.port)
@@ -109,7 +113,11 @@ def next_deadline(state: JobState) -> float | None:
     times = []
     if state.stopping is not None:
         times += [state.stopping.deadline, state.stopping.poll_at]
-    if state.proposal is not None and state.proposal.phase is not Phase.SWITCHING:
+    if (
+        state.proposal is not None
+        and state.proposal.phase is not Phase.SWITCHING
+        and not generation.waits_for_store(state.proposal)
+    ):
         times.append(state.proposal.deadline)
     if state.retiring is not None:
         times.append(state.retiring.deadline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -15,14 +16,26 @@ from launcher.hub import Hub
 from launcher.options import Meeting
 from launcher.store import EmbeddedStore, StoreError
 from launcher.store.lease import HeldLease
+from launcher.store.link import Place
+from launcher.store.quorum import WriteGate
 from launcher.store.server import StoreServer
+from launcher.succession import ask_where
+
+LOOK_S = 1.0
+BEAT_S = 0.5
+"""how often the store asks every agent whether it is there"""
 
 
 @contextlib.asynccontextmanager
 async def doors(
-    controller: Controller, entry: Entry, own: EmbeddedStore | None, meeting: Meeting, *, patience_s: float
-) -> AsyncIterator[None]:
-    """Serve the controller, and the store if it is this agent's; agents leave first, the store last."""
+    controller: Controller, entry: Entry, own: EmbeddedStore | None, meeting: Meeting, *, own_name: str,
+    patience_s: float,
+) -> AsyncIterator[None]:  # fmt: skip
+    """Serve the controller, and the store if it is this agent's; agents leave first, the store last.
+
+    ``own_name``: what this agent is called in the store's proofs. A store of this agent's writes only while enough of
+    the active world's nodes are in sight (:mod:`launcher.store.quorum`).
+    """
     assert entry.token is not None
     assert entry.door is not None
     hub = Hub(
@@ -32,14 +45,22 @@ async def doors(
     server, keeping = None, None
     if own is not None:
         await own.put(CONTROLLER_KEY, controller_value(entry.host, entry.door, job=entry.job, term=entry.term))
-        server = StoreServer(own.engine, entry.token, job=entry.name, random=secrets.token_bytes)
+        server = StoreServer(own.engine, entry.token, job=entry.name, random=secrets.token_bytes, beat_s=BEAT_S)
+        gate = WriteGate(
+            own_name, server.heard, voters=(), horizon_s=meeting.lost_after_s, clock=own.engine.clock
+        )
+        own.engine.gate = gate
+        keeping = asyncio.create_task(_look_for_another(controller, own, gate, entry, own_name))
+        controller.world_changed = lambda nodes: gate.set_voters([controller.agents[node] for node in nodes])
     elif entry.store is not None and entry.lease is not None:
         held = HeldLease(entry.store, entry.lease, LEADER_LEASE_S, clock=time.monotonic)
         keeping = asyncio.create_task(held.run(asyncio.sleep))
     await hub.start(entry.host, entry.door)
     try:
         if server is not None:
-            await server.start(meeting.host, meeting.port, listener=entry.listener)
+            assert entry.listener is not None
+            host, port = entry.listener.getsockname()[:2]
+            await server.start(host, port, listener=entry.listener)
         yield
     finally:
         await hub.stop(patience_s)
@@ -50,6 +71,23 @@ async def doors(
             await server.stop()
         if entry.store is not None:
             with contextlib.suppress(StoreError):
+                await entry.store.compare_and_set({}, {"job/id": None})
                 if entry.lease is not None:
                     await entry.store.revoke(entry.lease)
             await entry.store.aclose()
+
+
+async def _look_for_another(
+    controller: Controller, own: EmbeddedStore, gate: WriteGate, entry: Entry, own_name: str
+) -> None:
+    """While too few nodes are in sight, ask those that can be reached whether the store is elsewhere by now."""
+    assert entry.token is not None
+    while controller.superseded is None:
+        await asyncio.sleep(LOOK_S)
+        if gate() is None:
+            continue
+        records = [json.loads(item.value) for item in await own.list("node/") if item.key != "node/next"]
+        places = [Place(node["host"], node["peers"]) for node in records if node["peers"]]
+        found = await ask_where(places, entry.token, job=entry.name, agent=own_name)
+        if found is not None and found.term > own.engine.term:
+            controller.give_way(found.place)

@@ -52,12 +52,18 @@ async def enter(options: RunOptions, meeting: Meeting, uid: int) -> Entry:
     name = options.job or options.rdzv_id or str(place)
     listener = _listen(meeting)
     token = _token(options.environ, name, uid, make=listener is not None or meeting.backend == "etcd")
-    if listener is not None:
-        host = meeting.address or meeting.host
-        return Entry(
-            job=options.job or _as_id(options.rdzv_id) or fresh_job_id(), host=host, token=token, name=name,
-            listener=listener, door=open_door(host), term=1,
-        )  # fmt: skip
+    if listener is None:
+        return await enter_elsewhere(options, meeting, name, token)
+    host = meeting.address or meeting.host
+    return Entry(
+        job=options.job or _as_id(options.rdzv_id) or fresh_job_id(), host=host, token=token, name=name,
+        listener=listener, door=open_door(host), term=1,
+    )  # fmt: skip
+
+
+async def enter_elsewhere(options: RunOptions, meeting: Meeting, name: str, token: Token) -> Entry:
+    """Find the job at a store that this agent does not carry. Raises ``JobError``."""
+    place = Place(meeting.host, meeting.port)
     try:
         host = meeting.address or _own_address(place)
     except OSError as error:
@@ -92,11 +98,13 @@ async def _elsewhere(
                 found = json.loads(known.value)
                 return dataclasses.replace(
                     entry, job=str(found["job"]), controller=Place(str(found["host"]), int(found["port"])),
-                    term=int(found["term"]),
+                    term=int(found["term"]), embedded=bool(found["embedded"]),
                 )  # fmt: skip
+            known = await store.get("job/id")
+            own_job = known.value if known is not None else own_job  # its controller was lost
             door = open_door(entry.host)
             lease = await store.grant(LEADER_LEASE_S)
-            value = controller_value(entry.host, door, job=own_job, term=1)
+            value = controller_value(entry.host, door, job=own_job, term=1, embedded=False)
             if await store.compare_and_set({CONTROLLER_KEY: 0}, {CONTROLLER_KEY: value}, lease=lease) is not None:
                 return dataclasses.replace(entry, job=own_job, door=door, lease=lease, term=1)
             door.close()
@@ -120,9 +128,10 @@ def open_door(host: str) -> socket.socket:
     return door
 
 
-def controller_value(host: str, door: socket.socket, *, job: str, term: int) -> str:
-    """Return what ``controller`` says."""
-    return json.dumps({"host": host, "port": door.getsockname()[1], "job": job, "term": term})
+def controller_value(host: str, door: socket.socket, *, job: str, term: int, embedded: bool = True) -> str:
+    """Return what ``controller`` says; ``embedded``: the store is carried by an agent of the job."""
+    values = {"host": host, "port": door.getsockname()[1], "job": job, "term": term, "embedded": embedded}
+    return json.dumps(values)
 
 
 def _listen(meeting: Meeting) -> socket.socket | None:

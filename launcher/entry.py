@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from launcher.store.auth import Token
     from launcher.store.client import RemoteStore
+    from launcher.store.engine import Engine
     from launcher.store.etcd import EtcdStore
     from launcher.store.link import Place
 
@@ -29,8 +30,12 @@ class Entry:
     """the store is to be served on it, by this agent"""
     store: RemoteStore | EtcdStore | None = None
     """a store elsewhere"""
+    restored: Engine | None = None
+    """the store, brought back here from a copy"""
     door: socket.socket | None = None
     """the controller is to be served on it, by this agent"""
+    embedded: bool = False
+    """that store is carried by an agent of the job"""
     lease: int | None = None
     """under which ``controller`` says so, in a store elsewhere"""
     controller: Place | None = None

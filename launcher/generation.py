@@ -117,7 +117,8 @@ def numbered(turn: Turn, generation: int) -> None:
     if proposal is None or proposal.target is None or proposal.generation is not None:
         return
     target = proposal.target
-    turn.set_proposal(generation=generation)
+    patience_s = FIRST_WORLD_TIMEOUT_S if proposal.wish is None else proposal.wish.timeout_s
+    turn.set_proposal(generation=generation, deadline=turn.now + patience_s)  # the store's time is not counted
     world = describe_world(target.layout, len(target.ranks))
     turn.record("proposed", target.note, generation=generation, world=world)
     if turn.state.world is None:
@@ -444,7 +445,7 @@ def failed(turn: Turn, worker: str, message: Failed) -> None:
 def late(turn: Turn) -> None:
     """Abort a proposal whose deadline has passed."""
     proposal, world = turn.state.proposal, turn.state.world
-    if proposal is None or turn.now < proposal.deadline:
+    if proposal is None or turn.now < proposal.deadline or waits_for_store(proposal):
         return
     waited = f"in {turn.now - proposal.began:.0f} s"
     if proposal.failure:
@@ -464,6 +465,11 @@ def late(turn: Turn) -> None:
         heard = proposal.seen if proposal.step is None else proposal.armed
         names = ", ".join(turn.name(worker) for worker in world.ranks if worker not in heard)
         abort(turn, f"{names} did not say where it is in {ARM_TIMEOUT_S:g} s")
+
+
+def waits_for_store(proposal: Proposal) -> bool:
+    """Whether a proposal has no number yet: a store that is away delays it, and no more."""
+    return proposal.target is not None and proposal.generation is None
 
 
 def _last_resize(turn: Turn, outcome: str, reason: str) -> dict[str, object]:

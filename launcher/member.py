@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import secrets
 import signal
+import socket
+import time
 from typing import Any
 
 from launcher.agent import Agent, say
+from launcher.entering import CONTROLLER_KEY, controller_value, enter_elsewhere, open_door
+from launcher.entry import Entry
 from launcher.orders import Enter, Finish, Gone, Leaving, Report
+from launcher.rundir import JobError
 from launcher.store import StoreError
-from launcher.store.link import Identity
+from launcher.store.client import RemoteStore
+from launcher.store.engine import Engine
+from launcher.store.link import Identity, Place
+from launcher.succession import Chosen, Succession
+from launcher.succession import Moved as StoreMoved
 from launcher.uplink import GoneError, Uplink
 
 EXIT_UNREACHABLE = 69
@@ -20,74 +31,167 @@ GONE_PATIENCE_S = 3.0
 
 
 class Member(Agent):
-    """Offers its workers, does what it is told, and comes anew when it was given up."""
+    """Offers its workers and does what it is told. Comes anew when it was given up, or the controller is another."""
 
-    async def run(self) -> int:
-        """Be a node of the job until it is over for this one; the exit code."""
+    async def run(self) -> int | Entry:
+        """Be a node of the job until it is over for this one; the exit code, or how to go on."""
         self._set_up()
-        options, entry = self._options, self._entry
-        assert entry.token is not None
+        entry = self._entry
         assert entry.controller is not None
-        assert options.meeting is not None
-        await self._begin(f"this node offers {options.nproc} workers to the job at {entry.controller}")
+        await self._begin(f"this node offers {self._options.nproc} workers to the job at {entry.controller}")
         signals = asyncio.create_task(self._on_signals())
-        identity = Identity(
-            token=entry.token, job=entry.name, node=f"{entry.host}:{self._record.pid}", role="agent",
-            random=secrets.token_bytes,
-        )  # fmt: skip
-        offer = Enter(host=entry.host, nproc=options.nproc, standbys=options.standbys, pin=options.meeting.pin)
-        self._deadline: asyncio.TimerHandle | None = None
-        while True:
-            self._uplink = Uplink(entry.controller, identity, term=entry.term)
-            end = await self._serve(offer)
-            if end is not None:
-                break
-        self._write("stopping")
-        if end.outcome in ("stopped", "left"):
-            self._node.stop_standbys(end.reason)
-        await self._wind_down(end.outcome)
-        await self._last_word(end.reason)
-        signals.cancel()
-        await asyncio.gather(signals, return_exceptions=True)
+        door = open_door(entry.host)
+        self._succession = await self._open_succession(door)
+        try:
+            end = await self._serve(self._offer(door))
+            if isinstance(end, Finish):
+                self._write("stopping")
+                if end.outcome in ("stopped", "left"):
+                    self._node.stop_standbys(end.reason)
+                await self._wind_down(end.outcome)
+                await self._last_word(end.reason)
+        finally:
+            signals.cancel()
+            await asyncio.gather(signals, return_exceptions=True)
+        if not isinstance(end, Finish):
+            return await self._again(end)
+        await self._shut(door)
         if entry.store is not None:
             await entry.store.aclose()
         code = await self._close(end, end.status)
         return EXIT_UNREACHABLE if end.outcome == "unreachable" else code
 
-    async def _serve(self, offer: Enter) -> Finish | None:
-        """Take part until told to finish; ``None`` after this node was given up and has to come anew."""
-        uplink = self._uplink
+    def _offer(self, door: socket.socket) -> Enter:
+        options = self._options
+        assert options.meeting is not None
+        return Enter(
+            host=self._entry.host, nproc=options.nproc, standbys=options.standbys, pin=options.meeting.pin,
+            agent=self._agent_name, peers=door.getsockname()[1] if self._succession is not None else 0,
+        )  # fmt: skip
+
+    async def _open_succession(self, door: socket.socket) -> Succession | None:
+        """Keep a copy of a store that is embedded in another agent."""
+        entry, meeting = self._entry, self._options.meeting
+        assert meeting is not None
+        if not entry.embedded or not isinstance(entry.store, RemoteStore):
+            return None
+        assert entry.token is not None
+        succession = Succession(
+            entry.store, entry.token, job=entry.name, agent=self._agent_name, horizon_s=meeting.lost_after_s,
+            voters=lambda: self._node.voters, generation=lambda: self._node.generation,
+        )  # fmt: skip
+        await succession.start(entry.host, door)
+        return succession
+
+    async def _shut(self, door: socket.socket) -> None:
+        if self._succession is not None:
+            await self._succession.stop()
+        door.close()
+
+    async def _serve(self, offer: Enter) -> Finish | Chosen | StoreMoved | None:
+        """Take part until told to finish; else what has become of the controller (``None``: come anew, and see)."""
+        entry = self._entry
+        assert entry.token is not None
+        assert entry.controller is not None
+        identity = Identity(
+            token=entry.token, job=entry.name, node=self._agent_name, role="agent", random=secrets.token_bytes
+        )
+        uplink = self._uplink = Uplink(entry.controller, identity, term=entry.term)
         self._talking = asyncio.create_task(uplink.run(offer, self._entered, self._node.do))
+        ended = False
         try:
             while True:
                 waiting: set[asyncio.Future[Any]] = {self._talking, self._node.finish}
                 await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if self._node.finish.done():
+                    ended = True
                     return self._node.finish.result()
                 if self._talking.done():
-                    return await self._parted(self._talking)
+                    return self._parted(self._talking)
+                if uplink.node and uplink.silent_s > uplink.lost_after_s:
+                    found = await self._look()
+                    if not isinstance(found, str):
+                        return found
                 if not self._pool.alive and uplink.silent_s > self._patience_s():
-                    place = self._entry.controller
-                    reason = f"the controller at {place} has not been heard of for {uplink.silent_s:.0f} s"
+                    reason = f"the controller at {entry.controller} has not been heard of for {uplink.silent_s:.0f} s"
                     return Finish(outcome="unreachable", reason=f"{reason}, and no worker is left here")
         finally:
-            if not self._node.finish.done():
+            if not ended:
                 self._talking.cancel()
+
+    async def _look(self) -> Chosen | StoreMoved | str | None:
+        """See what has become of a controller that is silent; ``wait`` while that cannot be known."""
+        if self._succession is not None:
+            found = await self._succession.look()
+            return "wait" if found is None else found
+        assert self._entry.store is not None
+        try:
+            known = await self._entry.store.get(CONTROLLER_KEY)
+        except StoreError:
+            return "wait"
+        place = self._entry.controller
+        assert place is not None
+        same = known is not None and f'"port": {place.port},' in known.value and place.host in known.value
+        return "wait" if same else None
 
     def _patience_s(self) -> float:
         assert self._options.meeting is not None
-        return self._uplink.lost_after_s * 2 if self._uplink.node else self._options.meeting.join_timeout_s
+        meeting = self._options.meeting
+        return max(meeting.join_timeout_s, 4 * meeting.lost_after_s)
 
-    async def _parted(self, talking: asyncio.Task[None]) -> Finish | None:
+    def _parted(self, talking: asyncio.Task[None]) -> Finish | None:
         error = talking.exception()
         if isinstance(error, GoneError):
             say(f"{error}: the workers of this node are ended, and it comes anew")
-            for worker in list(self._pool.alive):
-                self._pool.kill(worker)
-            await self._pool.empty(10.0)
             return None
         reason = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
         return Finish(outcome="failed", reason=reason)
+
+    async def _again(self, found: Chosen | StoreMoved | None) -> Entry:
+        """End the workers, take this node apart, and find the controller that there is now, or be it."""
+        meeting, entry = self._options.meeting, self._entry
+        assert meeting is not None
+        token = entry.token
+        assert token is not None
+        await self._take_apart()
+        if isinstance(found, Chosen):
+            entry = await self._bring_back(found)
+        else:
+            place = entry.store.places[0] if isinstance(entry.store, RemoteStore) else None
+            if isinstance(found, StoreMoved):
+                place = found.place
+                say(f"the store is at {place} now")
+            if place is not None:
+                meeting = dataclasses.replace(meeting, host=place.host, port=place.port)
+            entry = await enter_elsewhere(self._options, meeting, entry.name, token)
+        if self._succession is not None:
+            await self._succession.retire(found if isinstance(found, StoreMoved) else None)
+        if self._entry.store is not None:
+            await self._entry.store.aclose()
+        return entry
+
+    async def _bring_back(self, chosen: Chosen) -> Entry:
+        """Begin the new term of the store here, from the copy. Raises ``JobError``."""
+        assert self._succession is not None
+        entry = self._entry
+        path = self._folder.path / "store.db"
+        try:
+            engine = Engine.restore(
+                path, self._succession.mirror.snapshot(), term=chosen.term, clock=time.monotonic
+            )
+        except (StoreError, OSError) as error:
+            raise JobError(f"the store cannot be brought back here: {error}", 1) from None
+        listener, door = open_door(entry.host), open_door(entry.host)
+        place = Place(*listener.getsockname()[:2])
+        say(f"the node with the store is lost; the store is brought back here, at {place}, as term {chosen.term}")
+        value = controller_value(entry.host, door, job=entry.job, term=chosen.term)
+        following = engine.get("generation/next")
+        number = max(chosen.generation + 1, int(following.value) if following is not None else 1)
+        engine.write({}, {CONTROLLER_KEY: value, "generation/next": str(number)})  # none is given twice
+        await self._succession.announce(chosen, place)
+        return dataclasses.replace(
+            entry, store=None, restored=engine, listener=listener, door=door, controller=None, term=chosen.term
+        )
 
     async def _last_word(self, reason: str) -> None:
         """Tell the controller that nothing is left here."""
@@ -95,7 +199,8 @@ class Member(Agent):
             self._uplink.report(Gone(reason=reason))
             await self._uplink.confirmed(GONE_PATIENCE_S)
         self._talking.cancel()
-        await asyncio.gather(self._talking, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(self._talking, return_exceptions=True)
 
     def _entered(self) -> None:
         self._pool.prefix = f"{self._uplink.node}."
@@ -117,11 +222,9 @@ class Member(Agent):
             return
         say(f"{number.name}: this node's work moves to the others, within {grace_s / 2:g} s")
         self._uplink.report(Leaving(reason=number.name, timeout_s=grace_s / 2))
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(grace_s / 2 + 1.0, self._too_late, number)
+        asyncio.get_running_loop().call_later(grace_s / 2 + 1.0, self._too_late, number)
 
     def _too_late(self, number: signal.Signals) -> None:
         if not self._node.finish.done():
             reason = f"{number.name}, and its work could not be moved away in time"
             self._node.finish.set_result(Finish(outcome="stopped", reason=reason))
-

@@ -207,6 +207,8 @@ class JobState:
     """how long the fewest nodes may take to come"""
     last_call_s: float = 5.0
     """how long the first world waits for more nodes once there are enough"""
+    resumed: bool = False
+    """an earlier controller was lost, and its nodes come to this one"""
     gathering_since: float | None = None
     """when the first node came, or the last attempt was given up"""
     last_arrival: float = 0.0
@@ -345,6 +347,13 @@ class Numbered:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NumberFailed:
+    """The store gave none, and waiting would not help."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreOpened:
     """The c10d store of a generation listens."""
 
@@ -383,7 +392,8 @@ class Tick:
 
 Event = (
     NodeEntered | NodeLost | NodeLeaving | NodeCleared
-    | Started | Said | Exited | Wished | Numbered | StoreOpened | StoreFailed | Committed | StopAsked | Tick
+    | Started | Said | Exited | Wished | Numbered | NumberFailed | StoreOpened | StoreFailed | Committed | StopAsked
+    | Tick
 )  # fmt: skip
 
 

@@ -88,6 +88,10 @@ class Node:
         self.link: Link
         self.torch_events: TorchEvents | None = None
         self.finish: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+        self.voters: Mapping[str, Any] = {}
+        """the nodes of the active world, as the controller has said"""
+        self.generation = 0
+        """the highest that a worker of this node was told of"""
         self.joined: set[str] = set()
         """workers that have called ``liverun.join()``"""
         self.asks: Callable[[Control, Answers], Coroutine[None, None, None]] | None = None
@@ -145,6 +149,7 @@ class Node:
         match order:
             case Tell():
                 message = Message.decode(json.dumps(order.message).encode())
+                self.generation = max(self.generation, getattr(message, "generation", 0))
                 if isinstance(message, Go) and order.worker not in self._shown:
                     # what a joiner prints from here on belongs to its rank
                     self._marks[order.worker] = Relay.mark(self.pool.log_folder(order.worker))
@@ -280,6 +285,7 @@ class Node:
                 os.kill(store.pid, signal.SIGKILL)
 
     def _show_ranks(self, order: ShowRanks) -> None:
+        self.voters = order.nodes
         for worker in list(self._shown):
             if worker not in order.ranks:
                 self._relay.leave(worker)

@@ -150,7 +150,7 @@ def _gather(turn: Turn) -> None:
         else:
             turn.set(reason=f"waits for nodes: {waits}")
         return
-    again = state.has_run or state.restarts or state.membership_restarts
+    again = (state.has_run or state.restarts or state.membership_restarts) and not state.resumed
     if len(there) < state.max_nodes and not again and turn.now < state.last_arrival + state.last_call_s:
         turn.set(reason=f"waits {state.last_call_s:g} s for more nodes: {len(there)} of {state.max_nodes} are there")
         return

@@ -81,6 +81,8 @@ class ShowRanks(Order):
     ranks: Mapping[str, int]
     size: int
     """of the world"""
+    nodes: Mapping[str, Any] = field(default_factory=dict)
+    """of the world: ``{"host", "agent", "peers"}`` of each, who decide together if the controller is lost"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,10 @@ class Enter(Report):
     nproc: int
     standbys: int
     pin: int | None
+    agent: str = ""
+    """what the agent is called in the store's proofs"""
+    peers: int = 0
+    """port at which it can be asked whether it still sees the store (:mod:`launcher.succession`)"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
 """When a store that is carried by one of the job's own nodes may write, and when another may take its place.
 
-Both rules count the same voters, the nodes of the active generation, and both need more than half of them, so of
-two places at most one can write at a time:
+Both rules count the same voters, the nodes of the active generation. The store needs half of them, who would take its
+place needs more than half, so of two places at most one can write at a time:
 
-* The store asks every voter, again and again, whether it is there. It writes while more than half have answered a
-  question that it *asked* within ``horizon_s``, on its own clock.
+* The store asks every voter, again and again, whether it is there. It writes while at least half have answered a
+  question that it *asked* within ``horizon_s``, on its own clock. (Not more than half: of two nodes the one that has
+  the store can go on when the other is lost.)
 * A survivor brings the store back only when more than half of the voters, itself included, have each answered no
   question for ``horizon_s`` and the margin, on their own clocks, and have promised to answer none again
   (:meth:`launcher.store.client.RemoteStore.relocate` with the new term).
@@ -54,7 +55,7 @@ class WriteGate:
         now = self._clock()
         seen = {node for node, at in self._heard.items() if now - at < self._horizon_s} & self._voters
         seen |= {self._own} & self._voters
-        needed = majority(len(self._voters))
+        needed = len(self._voters) - majority(len(self._voters)) + 1
         if len(seen) >= needed:
             return None
         return f"{len(seen)} of {len(self._voters)} nodes in sight within {self._horizon_s:g} s; {needed} are needed"

@@ -160,3 +160,44 @@ def test_two_jobs_on_the_same_hosts_never_meet(bed: Bed, three: list[Host]) -> N
     bed.cli("stop", "far", "--run-dir", str(bed.root / three[1].name))
     assert [agent.wait() for agent in agents[:2]] == [0, 0]
     assert not (bed.folder / "end-far").exists()
+
+
+def test_the_node_with_the_store_is_lost_and_the_others_bring_it_back(bed: Bed, three: list[Host]) -> None:
+    """Known complaint 1: the agent that hosts the store dies, and the other nodes with it."""
+    job = Job(bed, three, "1:3", "--max-restarts", "1")
+    first, second, third = job.start(three[0]), job.start(three[1]), job.start(three[2])
+    until("three nodes", lambda: list(job.nodes(three[0]).values()) == ["active"] * 3)
+    before = max(generation for generation, _ in commits(first))
+    first.signal(signal.SIGKILL)
+
+    def of_both() -> bool:
+        generation, size = commits(second)[-1]
+        return generation > before and size == 2
+
+    until("a world of the two that are left", of_both)
+    status = job.status(three[1])
+    assert {node["host"] for node in status["nodes"]} == {three[1].address, three[2].address}
+    assert (status["job"], status["restarts"]["used"]) == ("far", 1)
+    assert "the store is brought back here" in second.stderr() + third.stderr()
+    assert bed.cli("resize", "--workers", "1", "--run-dir", str(bed.root / three[2].name)).returncode == 0
+    bed.end_file.touch()
+    assert [second.wait(), third.wait()] == [0, 0], second.stderr() + third.stderr()
+
+
+def test_cut_off_alone_the_node_with_the_store_does_nothing_and_comes_to_the_new_one(
+    bed: Bed, three: list[Host]
+) -> None:
+    """Never two active generations: the old store writes no more before the new one begins."""
+    job = Job(bed, three, "1:3", "--max-restarts", "2")
+    first, second, third = job.start(three[0]), job.start(three[1]), job.start(three[2])
+    until("three nodes", lambda: list(job.nodes(three[0]).values()) == ["active"] * 3)
+    before = commits(first)
+    three[0].cut()
+    until("a world of the other two", lambda: commits(second) and commits(second)[-1][1] == 2)
+    assert commits(first) == before
+    three[0].mend()
+    until("three again", lambda: len(job.nodes(three[1])) == 3 and set(job.nodes(three[1]).values()) == {"active"})
+    seen = commits(first, second, third)
+    assert len({generation for generation, _ in seen}) == len(seen), f"two worlds of one generation: {seen}"
+    bed.end_file.touch()
+    assert [agent.wait() for agent in (first, second, third)] == [0, 0, 0], first.stderr()
