@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +286,93 @@ def test_a_node_cut_off_for_long_comes_anew(bed: Bed) -> None:
 
 
 pytestmark = pytest.mark.timeout(120)
+
+
+class StandingStore:
+    """``liverun store`` on a port of its own, that can be killed and started again."""
+
+    def __init__(self, bed: Bed, job: str) -> None:
+        self.bed, self.port = bed, free_port()
+        self.token = bed.folder / "token"
+        self.words = [
+            "store", "--job", job, "--host", "127.0.0.1", "--port", str(self.port),
+            "--journal", str(bed.folder / "standing.db"), "--token-file", str(self.token),
+        ]  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        self.process = self.bed.cli_start(*self.words)
+        assert self.process.stdout is not None
+        assert json.loads(self.process.stdout.readline())["port"] == self.port
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def with_store(bed: Bed, store: StandingStore, *words: str) -> Nodes:
+    nodes = Nodes(bed, "1:2", "--job", "standing", *words, LIVERUN_TOKEN_FILE=str(store.token))
+    nodes.words[3] = f"127.0.0.1:{store.port}"
+    return nodes
+
+
+def test_a_killed_store_stops_no_training_and_a_resize_asked_meanwhile_waits_and_then_happens(bed: Bed) -> None:
+    """Known complaint 2: the store ends, and ranks die of it."""
+    store = StandingStore(bed, "standing")
+    nodes = with_store(bed, store)
+    first, second = nodes.start(1, "--standbys", "1"), nodes.start(1, "--standbys", "1")
+    first.event("active")
+    until("the standbys", lambda: all(node["standbys"] == 1 for node in nodes.status()["nodes"]))
+    before = nodes.status()["step"]
+    store.kill()
+    asked = bed.cli_start("resize", "standing", "--workers", "4")
+    first.event("store_away")
+    until("steps without a store", lambda: nodes.status()["step"] > before + 20)
+    assert asked.poll() is None
+    store.start()
+    assert asked.wait(60) == 0, asked.communicate()
+    assert first.kinds().count("store_back") == 1
+    assert ranks(nodes.status()) == {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
+    assert first.finish() == 0
+    assert second.wait() == 0
+    store.kill()
+
+
+def test_with_a_store_of_its_own_the_controllers_node_may_be_lost(bed: Bed) -> None:
+    """Known complaint 1, with a store that is on no node of the job: the job's id and budget go on."""
+    store = StandingStore(bed, "standing")
+    nodes = with_store(bed, store, "--max-restarts", "1")
+    first, second = nodes.start(), nodes.start()
+    first.event("active")
+    before = first.events()[-1]["generation"]
+    first.signal(signal.SIGKILL)
+    until("the survivor's world", lambda: "world" in second.kinds())
+    status = json.loads(bed.cli("status", second.folder.name, "--json").stdout)
+    assert (status["world"]["size"], status["restarts"]["used"]) == (2, 1)
+    assert status["generation"] > before
+    assert "the controller was lost with its node; restart 1 of 1" in second.stderr()
+    assert second.finish() == 0
+    store.kill()
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_nodes_meet_at_etcd(bed: Bed) -> None:
+    port, peer = free_port(), free_port()
+    etcd = subprocess.Popen(
+        ["etcd", "--data-dir", str(bed.folder / "etcd"), "--listen-client-urls", f"http://127.0.0.1:{port}",
+         "--advertise-client-urls", f"http://127.0.0.1:{port}", "--listen-peer-urls", f"http://127.0.0.1:{peer}"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        nodes = Nodes(bed, "1:2", "--rdzv-backend", "etcd", "--job", "at-etcd")
+        nodes.words[3] = f"127.0.0.1:{port}"
+        first = nodes.start(1)
+        first.event("world")
+        second = nodes.start(1)
+        first.event("active")
+        assert ranks(nodes.status()) == {0: "n0", 1: "n1"}
+        assert first.finish() == 0
+        assert second.wait() == 0
+    finally:
+        etcd.terminate()
+        etcd.wait()
