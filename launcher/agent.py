@@ -17,14 +17,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from launcher.controller import Controller
-from launcher.entry import Entry
+from launcher.entry import Entry, Promoted
 from launcher.events import EventLog, rfc3339
+from launcher.handover import load_state
 from launcher.link import Link
 from launcher.logs import Relay
 from launcher.model import End, JobState, NodeLeaving
 from launcher.node import Node
 from launcher.options import RunOptions, count_cpus, omp_threads
-from launcher.orders import Enter, Finish, Report
+from launcher.orders import Enter, Finish, Report, TakeOver
 from launcher.outcome import write_outcome
 from launcher.pool import Pool
 from launcher.process import Reaper, TemplateClient, describe_os_error, sweep
@@ -63,11 +64,22 @@ def run_agent(options: RunOptions, command: Sequence[str]) -> int:
     """Run a job, or this node's share of it, to its end; the exit code. Raises ``JobError`` if it cannot begin."""
     with contextlib.ExitStack() as left_open:
         try:
-            return asyncio.run(_run(options, command, left_open))
+            return asyncio.run(_quietly(options, command, left_open))
         finally:
             left = sweep()
             if left:
                 say(f"processes {left} could not be killed")
+
+
+async def _quietly(options: RunOptions, command: Sequence[str], left_open: contextlib.ExitStack) -> int:
+    """Run it, and hear no signal any more once it is over: the loop that handles them is about to go."""
+    try:
+        return await _run(options, command, left_open)
+    finally:
+        numbers = {signal.SIGCHLD, *options.signals, *FORWARDED_SIGNALS}
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        for number in numbers:
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 async def _run(options: RunOptions, command: Sequence[str], left_open: contextlib.ExitStack) -> int:
@@ -94,6 +106,8 @@ async def _run(options: RunOptions, command: Sequence[str], left_open: contextli
 
             agent = Member(options, command, entry, folder)
         done = await agent.run()
+        if isinstance(done, Promoted):
+            done = await Leader(options, command, done.entry, folder).take_over(agent, done.node, done.unconfirmed)
         if isinstance(done, int):
             return done
         entry = done
@@ -169,7 +183,7 @@ class Agent:
         self._threads = threads
         self._watches = Watches(options, pool=self._pool, say=say, fail=self._trouble)
 
-    async def run(self) -> int | Entry:
+    async def run(self) -> int | Entry | Promoted:
         """Do this agent's part; the exit code, or how to go on when the job's controller has become another one."""
         raise NotImplementedError
 
@@ -324,9 +338,9 @@ class Leader(Agent):
     async def run(self) -> int | Entry:
         """Run the job; the exit code, or how to go on after another agent has brought the store back elsewhere."""
         self._set_up()
-        options, entry, meeting = self._options, self._entry, self._options.meeting
+        options, meeting = self._options, self._options.meeting
         state = JobState(
-            layout=options.layout, max_restarts=options.max_restarts,
+            layout=options.layout, max_restarts=options.max_restarts, movable=self._own is not None,
             stop_patience_s=options.shutdown_timeout_s / 2,
         )  # fmt: skip
         if meeting is not None:
@@ -334,30 +348,60 @@ class Leader(Agent):
                 state, min_nodes=meeting.min_nodes, max_nodes=meeting.max_nodes,
                 join_timeout_s=meeting.join_timeout_s, last_call_s=meeting.last_call_s,
             )  # fmt: skip
-        store = self._own or entry.store
-        assert store is not None
-        self._controller = controller = Controller(
-            state, job=self._job, store=store, events=self._events, say=say
-        )
-        self._node.asks = controller.asked
         count = _count(options.nproc, "worker")
         if options.standbys:
             count += f", {_count(options.standbys, 'standby')}"
         if meeting is not None:
             count += f" on this node, of {meeting.min_nodes} to {meeting.max_nodes} nodes"
         self._events.write("started", 0, f"job {self._job}: {count}", {"command": list(self._record.command)})
+        self._control(state)
         await self._begin(count)
         try:
-            await controller.start()
+            await self._controller.start()
         except StoreError as error:
-            controller.fail(str(error))
+            self._controller.fail(str(error))
         pin = meeting.pin if meeting is not None else None
         offer = Enter(
             host=options.host, nproc=options.nproc, standbys=options.standbys, pin=pin, agent=self._agent_name
         )
-        self._id = controller.enter(self._node.do, offer, leads=True)
+        self._id = self._controller.enter(self._node.do, offer, leads=True)
         self._pool.prefix = "" if self._id == "n0" else f"{self._id}."
+        return await self._lead()
+
+    async def take_over(self, member: Agent, node: str, unconfirmed: list[Report]) -> int | Entry:
+        """Lead a job that goes on: this agent was a member of it, and its node lives on."""
+        taken = self._entry.taken
+        assert taken is not None
+        for name in (
+            "_signals", "_received", "_record", "_written", "_template", "_events", "_relay", "_pool", "_node",
+            "_threads", "_watches",
+        ):  # fmt: skip
+            setattr(self, name, getattr(member, name))
+        self._open_store()
+        self._id = node
+        self._control(load_state(taken.state, leads=node, now=time.monotonic()))
+        self._node.belong_to(self._reported, self._trouble)
+        self._watches.fail = self._trouble
+        self._controller.reach(node, self._node.do)
+        assert self._own is not None
+        following = await self._own.get("node/next")
+        return await self._lead(taken, int(following.value) if following is not None else 0, unconfirmed)
+
+    def _control(self, state: JobState) -> None:
+        store = self._own or self._entry.store
+        assert store is not None
+        self._controller = Controller(state, job=self._job, store=store, events=self._events, say=say)
+        self._node.asks = self._controller.asked
+
+    async def _lead(
+        self, taken: TakeOver | None = None, node_ids: int = 0, unconfirmed: Sequence[Report] = ()
+    ) -> int | Entry:
+        controller = self._controller
         async with self._doors():
+            if taken is not None:
+                controller.adopt(taken, node_ids)
+                for report in unconfirmed:
+                    controller.heard(self._id, report)
             running = controller.spawn(controller.run())
             signals = controller.spawn(self._on_signals())
             await controller.ended.wait()
@@ -368,7 +412,10 @@ class Leader(Agent):
                 return await self._follow()
             self._write("stopping")
             last = controller.status()
-            controller.finish(end, last, but=self._id)
+            if end.outcome == "left":
+                self._node.stop_standbys(end.reason)
+            else:
+                controller.finish(end, last, but=self._id)
             self._node.finish.set_result(Finish(outcome=end.outcome, reason=end.reason))
             await self._wind_down(end.outcome)
             for task in (running, signals):

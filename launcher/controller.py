@@ -23,6 +23,7 @@ from launcher.control import (
 )
 from launcher.decide import decide, next_deadline
 from launcher.events import EventLog
+from launcher.handover import dump_state
 from launcher.model import (
     Action,
     Answer,
@@ -35,6 +36,7 @@ from launcher.model import (
     Event,
     Exited,
     Fork,
+    HandOver,
     JobState,
     Kill,
     Node,
@@ -68,6 +70,7 @@ from launcher.orders import (
     Clear,
     Cleared,
     CloseC10d,
+    DoorsOpen,
     Enter,
     Finish,
     ForkStandbys,
@@ -81,7 +84,9 @@ from launcher.orders import (
     Report,
     ShowRanks,
     StartRanked,
+    TakeOver,
     Tell,
+    TookOver,
     UnderWay,
     WorkerExited,
     WorkerSaid,
@@ -89,12 +94,13 @@ from launcher.orders import (
 )
 from launcher.status import status_object
 from launcher.store import Entry, Store, StoreError
-from launcher.store.errors import GateError, UnavailableError
+from launcher.store.errors import GateError, MovedError, UnavailableError
 from launcher.store.link import Place
 from liverun.layout import Layout
 from liverun.messages import Message
 
 STORE_RETRY_S = 0.5
+_TIMED_OUT = Tick()
 T = TypeVar("T")
 
 
@@ -139,6 +145,8 @@ class Controller:
         """what the agents of nodes are called in the store's proofs"""
         self.world_changed: Callable[[list[str]], None] = lambda _: None
         """told of the nodes of each world that becomes active"""
+        self.on_hand_over: Callable[[HandOver], Coroutine[None, None, None]] | None = None
+        self._answered: asyncio.Future[Report] | None = None
         self._records: dict[str, Mapping[str, Any]] = {}
         self._nodes: dict[str, Callable[[Order], None]] = {}
         self._node_ids = itertools.count()
@@ -173,6 +181,51 @@ class Controller:
         self._records[node.id] = record
         self.spawn(self._put(f"node/{node.id}", record))
         return node.id
+
+    def reach(self, node: str, order: Callable[[Order], None]) -> None:
+        """Know how to reach a node that an earlier controller has let in."""
+        self._nodes[node] = order
+
+    def adopt(self, taken: TakeOver, node_ids: int) -> None:
+        """Go on where the controller before this one stopped."""
+        self._records = dict(taken.records)
+        self.agents = {name: str(record["agent"]) for name, record in taken.records.items()}
+        self._active_revision = taken.active_revision
+        self._node_ids = itertools.count(node_ids)
+        if self.state.world is not None:
+            self._store_nodes[self.state.world.generation] = next(iter(self._nodes), "")
+            self.world_changed(sorted(self.state.ranked_nodes()))
+
+    def handing(self, *, without: str, to: str, copy: str, term: int, secrets: Mapping[str, str]) -> TakeOver:
+        """Write down everything that another controller needs."""
+        gone = (without, to)
+        return TakeOver(
+            term=term, copy=copy, state=dump_state(self.state, without=without),
+            remotes={node: secret for node, secret in secrets.items() if node not in gone},
+            records={node: record for node, record in self._records.items() if node != without},
+            active_revision=self._active_revision,
+        )  # fmt: skip
+
+    async def idle(self) -> None:
+        """Wait until every event that was told has been decided."""
+        await self._queue.join()
+
+    async def ask_node(self, node: str, order: Order, timeout_s: float) -> Report | None:
+        """Give an order that is answered by one DoorsOpen or TookOver; ``None`` if no answer comes in time."""
+        self._answered = asyncio.get_running_loop().create_future()
+        self.post(node, order)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._answered
+        except TimeoutError:
+            return None
+
+    def left(self, action: HandOver) -> None:
+        """Say that the controller's node has left, to whoever asked for it."""
+        reason = f"node {action.leaver} has left: {action.reason}; the controller is on node {action.node}"
+        self._record(Record(kind="node_left", generation=0, reason=reason, fields={"node": action.leaver}))
+        if action.wish is not None:
+            self._answer(Answer(wish=action.wish, ok=True, outcome="left", reason=reason))
 
     def lose(self, node: str, reason: str) -> None:
         """Hear that the agent of a node is gone without a word."""
@@ -212,6 +265,9 @@ class Controller:
                     self.tell(StoreFailed(generation=report.generation, reason=report.reason))
             case Cleared():
                 self.tell(NodeCleared(node=node))
+            case DoorsOpen() | TookOver():
+                if self._answered is not None and not self._answered.done():
+                    self._answered.set_result(report)
             case Leaving():
                 self.tell(NodeLeaving(node=node, reason=report.reason, timeout_s=report.timeout_s))
             case Gone():
@@ -331,13 +387,15 @@ class Controller:
                 async with asyncio.timeout(timeout):
                     event: Event = await self._queue.get()
             except TimeoutError:
-                event = Tick()
+                event = _TIMED_OUT
             decision = decide(time.monotonic(), self.state, event)
             self.state = decision.state
             for action in decision.actions:
-                await self._act(action)
+                self._act(action)
+            if event is not _TIMED_OUT:
+                self._queue.task_done()
 
-    async def _act(self, action: Action) -> None:
+    def _act(self, action: Action) -> None:
         match action:
             case Send():
                 values = json.loads(action.message.encode())
@@ -374,6 +432,9 @@ class Controller:
                     action.node, Finish(outcome="left" if action.ok else "refused", reason=action.reason)
                 )
                 self._nodes.pop(action.node, None)
+            case HandOver():
+                assert self.on_hand_over is not None
+                self.spawn(self.on_hand_over(action))
             case End():
                 self.end = action
                 self.ended.set()
@@ -418,6 +479,11 @@ class Controller:
     def give_way(self, place: Place) -> None:
         """Be the controller no more: another one acts for the job, at a store elsewhere."""
         self.superseded = place
+        self.ended.set()
+
+    def leave(self, action: HandOver) -> None:
+        """End this agent's part of a job that goes on elsewhere."""
+        self.end = End(outcome="left", reason=action.reason)
         self.ended.set()
 
     def fail(self, reason: str) -> None:
@@ -497,6 +563,8 @@ class Controller:
             except StoreError as error:
                 if not whatever and not isinstance(error, UnavailableError | GateError):
                     raise
+                if isinstance(error, MovedError):
+                    await asyncio.Event().wait()  # this controller's time is over
                 if not self._store_is_away:
                     self._store_is_away = True
                     self._say(f"the store does not take what has to be written ({error}); the training goes on")

@@ -23,6 +23,17 @@ class Courier:
         self._last = 0
         self._kept: deque[tuple[int, dict[str, Any]]] = deque()
 
+    def renewed(self) -> Courier:
+        """Return one for another peer: what this one's has not confirmed goes to that, counted anew."""
+        other = Courier()
+        for _, body in self._kept:
+            other.pack(body)
+        return other
+
+    def kept(self) -> list[dict[str, Any]]:
+        """Return the messages that were not confirmed."""
+        return [body for _, body in self._kept]
+
     @property
     def waiting(self) -> int:
         """Messages that the other side has not confirmed."""

@@ -19,7 +19,9 @@ from launcher.model import (
     End,
     Event,
     Exited,
+    HandoverFailed,
     JobState,
+    Node,
     NodeCleared,
     NodeEntered,
     NodeLeaving,
@@ -70,6 +72,8 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
         case NodeLeaving():
             if event.node in state.nodes:
                 _node_leaving(turn, event)
+        case HandoverFailed():
+            nodes.handover_failed(turn, event.node, event.reason)
         case NodeCleared():
             turn.set(clearing=state.clearing - {event.node})
         case Started():
@@ -129,7 +133,7 @@ def next_deadline(state: JobState) -> float | None:
 
 def _settle(turn: Turn) -> None:
     """Do what has become due, whatever the event was."""
-    if turn.state.phase == "ending":
+    if turn.state.phase == "ending" or turn.state.handing_over:
         return
     state = turn.state
     if state.stopping is not None:
@@ -384,6 +388,13 @@ def _node_lost(turn: Turn, node: str, reason: str) -> None:
         _rank_failed(turn, Exited(worker="", code=-signal.SIGKILL, under_way=True), None, told)
 
 
+def _can_go(state: JobState, node: Node, others: list[Node]) -> bool:
+    """Whether the job can go on without a node."""
+    if node.leads and (not others or not state.movable or state.world is None):
+        return False
+    return len(others) >= state.min_nodes or (node.id not in state.ranked_nodes() and not node.leads)
+
+
 def _node_leaving(turn: Turn, event: NodeLeaving) -> None:
     """Move a node's work away, then let it go."""
     state, node = turn.state, turn.state.nodes[event.node]
@@ -397,8 +408,8 @@ def _node_leaving(turn: Turn, event: NodeLeaving) -> None:
         if event.wish is not None:
             reason = f"node {node.id} is leaving already: {node.leaving}"
             turn.do(Answer(wish=event.wish, ok=False, outcome="refused", reason=reason))
-    elif node.leads or (len(others) < state.min_nodes and node.id in state.ranked_nodes()):
-        why = "the job's store is there" if node.leads else f"the job needs {few}"
+    elif not _can_go(state, node, others):
+        why = f"the job needs {few}" if len(others) < state.min_nodes else "the job's controller cannot move"
         if event.wish is not None:
             reason = f"node {node.id} cannot be drained: {why}"
             turn.record("refused", reason, wish=event.wish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import secrets
 import time
@@ -13,8 +14,11 @@ from launcher.controller import Controller
 from launcher.entering import CONTROLLER_KEY, LEADER_LEASE_S, controller_value
 from launcher.entry import Entry
 from launcher.hub import Hub
+from launcher.model import HandOver, HandoverFailed
 from launcher.options import Meeting
+from launcher.orders import DoorsOpen, Follow, OpenDoors, TookOver
 from launcher.store import EmbeddedStore, StoreError
+from launcher.store.engine import Engine
 from launcher.store.lease import HeldLease
 from launcher.store.link import Place
 from launcher.store.quorum import WriteGate
@@ -22,6 +26,10 @@ from launcher.store.server import StoreServer
 from launcher.succession import ask_where
 
 LOOK_S = 1.0
+HANDOVER_S = 10.0
+"""how long the node that takes over may take for each answer"""
+FOLLOW_S = 5.0
+"""how long the others may take to go to it"""
 BEAT_S = 0.5
 """how often the store asks every agent whether it is there"""
 
@@ -55,7 +63,11 @@ async def doors(
     elif entry.store is not None and entry.lease is not None:
         held = HeldLease(entry.store, entry.lease, LEADER_LEASE_S, clock=time.monotonic)
         keeping = asyncio.create_task(held.run(asyncio.sleep))
+    if entry.taken is not None:
+        hub.expect(entry.taken.remotes)
     await hub.start(entry.host, entry.door)
+    if own is not None and server is not None:
+        controller.on_hand_over = functools.partial(_hand_over, controller, hub, server, own.engine)
     try:
         if server is not None:
             assert entry.listener is not None
@@ -91,3 +103,32 @@ async def _look_for_another(
         found = await ask_where(places, entry.token, job=entry.name, agent=own_name)
         if found is not None and found.term > own.engine.term:
             controller.give_way(found.place)
+
+
+async def _hand_over(
+    controller: Controller, hub: Hub, server: StoreServer, engine: Engine, action: HandOver
+) -> None:
+    """Move controller and store to another node (:mod:`launcher.handover`)."""
+    opened = await controller.ask_node(action.node, OpenDoors(), HANDOVER_S)
+    if not isinstance(opened, DoorsOpen):
+        controller.tell(HandoverFailed(node=action.node, reason=f"no answer in {HANDOVER_S:g} s"))
+        return
+    hub.freeze()
+    await controller.idle()
+    term = engine.term + 1
+    copy = engine.seal(str(Place(opened.host, opened.store_port)), term=term).dumps().decode()
+    taken = controller.handing(without=action.leaver, to=action.node, copy=copy, term=term, secrets=hub.secrets)
+    answer = await controller.ask_node(action.node, taken, HANDOVER_S)
+    if not isinstance(answer, TookOver) or answer.failure:
+        reason = answer.failure if isinstance(answer, TookOver) else f"no answer in {HANDOVER_S:g} s"
+        engine.begin_term(term + 1)
+        hub.thaw()
+        controller.tell(HandoverFailed(node=action.node, reason=reason))
+        return
+    await server.send_away()
+    controller.left(action)
+    for node in taken.remotes:
+        controller.post(node, Follow(host=opened.host, port=opened.port, term=term))
+    await hub.emptied(FOLLOW_S)
+    hub.let_go()
+    controller.leave(action)

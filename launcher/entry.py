@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from launcher.orders import Report, TakeOver
     from launcher.store.auth import Token
     from launcher.store.client import RemoteStore
     from launcher.store.engine import Engine
@@ -32,6 +33,8 @@ class Entry:
     """a store elsewhere"""
     restored: Engine | None = None
     """the store, brought back here from a copy"""
+    taken: TakeOver | None = None
+    """what the controller before this one has handed over, of a job that goes on"""
     door: socket.socket | None = None
     """the controller is to be served on it, by this agent"""
     embedded: bool = False
@@ -41,3 +44,14 @@ class Entry:
     controller: Place | None = None
     """a controller elsewhere"""
     term: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promoted:
+    """An agent was handed the controller of a job that goes on."""
+
+    entry: Entry
+    node: str
+    """its node's id"""
+    unconfirmed: list[Report]
+    """what it had reported and nobody had heard"""

@@ -13,9 +13,10 @@ and an answer ``{"gone": why}`` means that it is not part of the job any more. A
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from aiohttp import WSMsgType, web
 
 from launcher.controller import Controller
 from launcher.courier import Courier
-from launcher.orders import Enter, Gone, Order, Report
+from launcher.orders import Enter, Gone, Order, Report, TookOver
 from launcher.store import wire
 from launcher.store.auth import Claim, Seal, Token
 from launcher.store.guard import Guard
@@ -61,12 +62,48 @@ class Hub(Guard):
         self._remotes: dict[str, Remote] = {}
         self._open: set[web.WebSocketResponse] = set()
         self._watching: asyncio.Task[None] | None = None
+        self._frozen = False
 
     async def start(self, host: str, door: socket.socket) -> tuple[str, int]:
         """Let agents in through a socket that listens already."""
         place = await self.listen(host, listener=door)
         self._watching = asyncio.create_task(self._watch())
         return place
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """By what each node is known again."""
+        return {node: remote.secret for node, remote in self._remotes.items()}
+
+    def expect(self, remotes: Mapping[str, str]) -> None:
+        """Know nodes that another controller has let in; they come with a new count of messages."""
+        for node, secret in remotes.items():
+            remote = Remote(secret=secret, courier=Courier(), heard_at=self._clock(), node=node)
+            self._remotes[node] = remote
+            self._controller.reach(node, functools.partial(self._post, remote))
+
+    def freeze(self) -> None:
+        """Hear nothing and confirm nothing any more; what is posted still goes out."""
+        self._frozen = True
+
+    def thaw(self) -> None:
+        """Undo :meth:`freeze`: nothing was lost, since nothing was confirmed. Connections are made anew."""
+        self._frozen = False
+        for remote in self._remotes.values():
+            remote.heard_at = self._clock()
+            if remote.peer is not None:
+                remote.peer.drop()
+
+    async def emptied(self, timeout_s: float) -> None:
+        """Wait until every connection is closed from the other side, for a while."""
+        deadline = self._clock() + timeout_s
+        while self._open and self._clock() < deadline:  # noqa: ASYNC110  (once in the life of a hub)
+            await asyncio.sleep(0.02)
+
+    def let_go(self) -> None:
+        """Wait for nobody at the end: the nodes belong to another controller now."""
+        for remote in list(self._remotes.values()):
+            self._forget(remote)
 
     async def stop(self, patience_s: float) -> None:
         """Wait until every agent has gone, for a while; then stop."""
@@ -136,6 +173,11 @@ class Hub(Guard):
 
     def _heard(self, remote: Remote, frame: dict[str, Any]) -> None:
         remote.heard_at = self._clock()
+        if self._frozen:  # only the answer to the handover itself; it is not confirmed either
+            values = frame.get("body")
+            if isinstance(values, dict) and values.get("type") == TookOver.__name__:
+                self._controller.heard(remote.node, Report.read(values))
+            return
         body = remote.courier.unpack(frame)
         if body is None or self._remotes.get(remote.node) is not remote:
             return
@@ -158,6 +200,8 @@ class Hub(Guard):
     async def _watch(self) -> None:
         while True:
             for remote in list(self._remotes.values()):
+                if self._frozen:
+                    break
                 if remote.peer is not None:
                     remote.peer.post(remote.courier.sign())
                 if self._clock() - remote.heard_at > self._lost_after_s:

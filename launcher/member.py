@@ -13,13 +13,27 @@ from typing import Any
 
 from launcher.agent import Agent, say
 from launcher.entering import CONTROLLER_KEY, controller_value, enter_elsewhere, open_door
-from launcher.entry import Entry
-from launcher.orders import Enter, Finish, Gone, Leaving, Report
+from launcher.entry import Entry, Promoted
+from launcher.handover import load_state
+from launcher.orders import (
+    DoorsOpen,
+    Enter,
+    Finish,
+    Follow,
+    Gone,
+    Leaving,
+    OpenDoors,
+    Order,
+    Report,
+    TakeOver,
+    TookOver,
+)
 from launcher.rundir import JobError
 from launcher.store import StoreError
 from launcher.store.client import RemoteStore
 from launcher.store.engine import Engine
 from launcher.store.link import Identity, Place
+from launcher.store.snapshot import Snapshot
 from launcher.succession import Chosen, Succession
 from launcher.succession import Moved as StoreMoved
 from launcher.uplink import GoneError, Uplink
@@ -33,14 +47,16 @@ GONE_PATIENCE_S = 3.0
 class Member(Agent):
     """Offers its workers and does what it is told. Comes anew when it was given up, or the controller is another."""
 
-    async def run(self) -> int | Entry:
+    async def run(self) -> int | Entry | Promoted:
         """Be a node of the job until it is over for this one; the exit code, or how to go on."""
         self._set_up()
+        self._node.beyond = self._beyond
         entry = self._entry
         assert entry.controller is not None
         await self._begin(f"this node offers {self._options.nproc} workers to the job at {entry.controller}")
         signals = asyncio.create_task(self._on_signals())
         door = open_door(entry.host)
+        self._promoted: asyncio.Future[Promoted] = asyncio.get_running_loop().create_future()
         self._succession = await self._open_succession(door)
         try:
             end = await self._serve(self._offer(door))
@@ -53,6 +69,10 @@ class Member(Agent):
         finally:
             signals.cancel()
             await asyncio.gather(signals, return_exceptions=True)
+        if isinstance(end, Promoted):
+            if self._succession is not None:
+                await self._succession.retire(None)
+            return end
         if not isinstance(end, Finish):
             return await self._again(end)
         await self._shut(door)
@@ -88,7 +108,7 @@ class Member(Agent):
             await self._succession.stop()
         door.close()
 
-    async def _serve(self, offer: Enter) -> Finish | Chosen | StoreMoved | None:
+    async def _serve(self, offer: Enter) -> Finish | Promoted | Chosen | StoreMoved | None:
         """Take part until told to finish; else what has become of the controller (``None``: come anew, and see)."""
         entry = self._entry
         assert entry.token is not None
@@ -101,11 +121,15 @@ class Member(Agent):
         ended = False
         try:
             while True:
-                waiting: set[asyncio.Future[Any]] = {self._talking, self._node.finish}
+                waiting: set[asyncio.Future[Any]] = {self._talking, self._node.finish, self._promoted}
                 await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if self._node.finish.done():
                     ended = True
                     return self._node.finish.result()
+                if self._promoted.done():
+                    ended = True  # the last report is still on its way
+                    asyncio.get_running_loop().call_later(GONE_PATIENCE_S, self._talking.cancel)
+                    return self._promoted.result()
                 if self._talking.done():
                     return self._parted(self._talking)
                 if uplink.node and uplink.silent_s > uplink.lost_after_s:
@@ -118,6 +142,41 @@ class Member(Agent):
         finally:
             if not ended:
                 self._talking.cancel()
+
+    def _beyond(self, order: Order) -> None:
+        """Carry out what the controller orders this agent itself to do."""
+        match order:
+            case OpenDoors():
+                self._opened = (open_door(self._entry.host), open_door(self._entry.host))
+                store, door = (listener.getsockname()[1] for listener in self._opened)
+                self._uplink.report(DoorsOpen(host=self._entry.host, store_port=store, port=door))
+            case TakeOver():
+                self._take_over(order)
+            case Follow():
+                self._uplink.follow(Place(order.host, order.port), order.term)
+            case _:
+                raise AssertionError(order)
+
+    def _take_over(self, order: TakeOver) -> None:
+        listener, door = self._opened
+        path = self._folder.path / "store.db"
+        try:
+            engine = Engine.restore(path, Snapshot.loads(order.copy.encode()), term=order.term, clock=time.monotonic)
+            load_state(order.state, leads=self._uplink.node, now=0.0)
+        except (StoreError, OSError, ValueError) as error:
+            self._uplink.report(TookOver(failure=str(error)))
+            return
+        value = controller_value(self._entry.host, door, job=self._entry.job, term=order.term)
+        engine.write({}, {CONTROLLER_KEY: value})
+        unconfirmed = self._uplink.unconfirmed()
+        self._uplink.report(TookOver())
+        say(f"the controller and the store are on this node now, at {Place(*listener.getsockname()[:2])}")
+        entry = dataclasses.replace(
+            self._entry, store=None, restored=engine, listener=listener, door=door, controller=None,
+            term=order.term, taken=order,
+        )  # fmt: skip
+        self._node.belong_to(unconfirmed.append, self._trouble)
+        self._promoted.set_result(Promoted(entry=entry, node=self._uplink.node, unconfirmed=unconfirmed))
 
     async def _look(self) -> Chosen | StoreMoved | str | None:
         """See what has become of a controller that is silent; ``wait`` while that cannot be known."""

@@ -214,6 +214,12 @@ class JobState:
     last_arrival: float = 0.0
     booted: tuple[str, ...] = ()
     """nodes of the present attempt, in the order of their ranks; empty until there are enough"""
+    handing_over: bool = False
+    """the controller is on its way to another node; nothing begins meanwhile"""
+    no_heirs: frozenset[str] = frozenset()
+    """nodes that could not take over"""
+    movable: bool = False
+    """the store is embedded here and can move with the controller"""
     clearing: frozenset[str] = frozenset()
     """nodes that are ending the workers of an attempt before this one"""
     membership_restarts: int = 0
@@ -305,6 +311,14 @@ class NodeLeaving:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandoverFailed:
+    """The node that should have taken over the controller did not."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeCleared:
     """Every worker of an earlier attempt has ended on a node."""
 
@@ -391,7 +405,7 @@ class Tick:
 
 
 Event = (
-    NodeEntered | NodeLost | NodeLeaving | NodeCleared
+    NodeEntered | NodeLost | NodeLeaving | NodeCleared | HandoverFailed
     | Started | Said | Exited | Wished | Numbered | NumberFailed | StoreOpened | StoreFailed | Committed | StopAsked
     | Tick
 )  # fmt: skip
@@ -495,6 +509,17 @@ class Kill:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandOver:
+    """Move the controller, and the store with it, to another node; then let the present one's go."""
+
+    node: str
+    """where it is to be"""
+    leaver: str
+    reason: str
+    wish: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Restart:
     """End every worker on these nodes; answered by one NodeCleared each."""
 
@@ -519,7 +544,7 @@ class End:
 
 Action = (
     Send | Number | OpenStore | CloseStore | Commit | Record | Answer
-    | Boot | Fork | Kill | Restart | Dismiss | End
+    | Boot | Fork | Kill | Restart | Dismiss | HandOver | End
 )  # fmt: skip
 
 

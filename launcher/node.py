@@ -75,6 +75,10 @@ class C10dStore:
     port: int
 
 
+def _not_ours(order: Order) -> None:
+    raise AssertionError(order)
+
+
 class Node:
     """The workers, sockets, logs and c10d stores of this node."""
 
@@ -94,6 +98,8 @@ class Node:
         """the highest that a worker of this node was told of"""
         self.joined: set[str] = set()
         """workers that have called ``liverun.join()``"""
+        self.beyond: Callable[[Order], None] = _not_ours
+        """hears the orders that are for the agent itself"""
         self.asks: Callable[[Control, Answers], Coroutine[None, None, None]] | None = None
         """answers the command line, on the controller's own node"""
         self._template = template
@@ -110,6 +116,11 @@ class Node:
         self._tasks: set[asyncio.Task[None]] = set()
         self._requests = itertools.count(1)
         self._waiting: dict[int, tuple[Answers, asyncio.Event]] = {}
+
+    def belong_to(self, report: Callable[[Report], None], trouble: Callable[[str], None]) -> None:
+        """Report to someone else from here on."""
+        self._report = self.pool.tell = report
+        self._trouble = trouble
 
     # --- what comes in from workers and the command line (launcher.link.Behind) -----------------------------
 
@@ -178,7 +189,7 @@ class Node:
             case Happened():
                 self._happened(order.event)
             case _:
-                raise AssertionError(order)
+                self.beyond(order)
 
     def spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run something beside; a failure of it is trouble for the node."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from launcher.model import Answer, Boot, Dismiss, End, JobState, Node, Restart, Wish
+from launcher.model import Answer, Boot, Dismiss, End, HandOver, JobState, Node, Restart, Wish
 from launcher.turn import Turn
 
 JOIN_PATIENCE_S = 10.0
@@ -68,12 +68,40 @@ def forget(turn: Turn, node: str) -> None:
 def dismiss(turn: Turn, node: str) -> None:
     """Let a node go that has nothing of the job any more."""
     known = turn.state.nodes[node]
+    if known.leads:
+        _hand_over(turn, known)
+        return
     reason = f"node {node} ({known.host}) has left: {known.leaving}"
     turn.do(Dismiss(node=node, reason=known.leaving))
     forget(turn, node)
     turn.record("node_left", reason, node=node, wish=known.leave_wish)
     if known.leave_wish is not None:
         turn.do(Answer(wish=known.leave_wish, ok=True, outcome="left", reason=reason))
+
+
+def heirs(state: JobState) -> list[Node]:
+    """Return the nodes that may take over the controller, the best one first."""
+    return [node for node in state.in_order() if not node.leads and node.id not in state.no_heirs]
+
+
+def _hand_over(turn: Turn, node: Node) -> None:
+    """Let the controller's own node go: another one takes over first."""
+    found = heirs(turn.state)
+    if not found:
+        turn.set_node(node.id, stuck=True)
+        return
+    turn.set(handing_over=True)
+    turn.record(
+        "handover", f"controller and store move from node {node.id} to node {found[0].id}", node=found[0].id,
+        wish=node.leave_wish,
+    )  # fmt: skip
+    turn.do(HandOver(node=found[0].id, leaver=node.id, reason=node.leaving, wish=node.leave_wish))
+
+
+def handover_failed(turn: Turn, node: str, reason: str) -> None:
+    """Try the next node."""
+    turn.set(handing_over=False, no_heirs=turn.state.no_heirs | {node})
+    turn.record("aborted", f"node {node} did not take over the controller: {reason}", node=node)
 
 
 def move_away(turn: Turn, node: str, timeout_s: float) -> None:

@@ -109,6 +109,37 @@ class Finish(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpenDoors(Order):
+    """Listen for a store and a controller; answered by DoorsOpen (:mod:`launcher.handover`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeOver(Order):
+    """Be the controller, and carry the store, from here on; answered by TookOver."""
+
+    term: int
+    copy: str
+    """of the store (:meth:`launcher.store.snapshot.Snapshot.dumps`)"""
+    state: Mapping[str, Any]
+    """of the job (:func:`launcher.handover.dump_state`)"""
+    remotes: Mapping[str, str]
+    """the other nodes, and the secret by which each is known again"""
+    records: Mapping[str, Any]
+    """what each node is called and where it answers"""
+    active_revision: int
+    """of ``job/active``"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Follow(Order):
+    """Go to another controller; what was not confirmed goes there too."""
+
+    host: str
+    port: int
+    term: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Happened(Order):
     """An event, for this node's ``events.jsonl``."""
 
@@ -202,6 +233,22 @@ class C10dLost(Report):
 @dataclass(frozen=True, kw_only=True)
 class Cleared(Report):
     """No worker is left here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoorsOpen(Report):
+    """Where a store and a controller would be here."""
+
+    host: str
+    store_port: int
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TookOver(Report):
+    """The controller is here now; or why not."""
+
+    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

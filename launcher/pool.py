@@ -66,7 +66,7 @@ class Pool:
         self._template = template
         self._reaper = reaper
         self._threads = threads
-        self._tell = tell
+        self.tell = tell
         self._clock = wall_clock
         self.prefix = ""
         """of worker ids: the node's, but on the first node"""
@@ -141,7 +141,7 @@ class Pool:
         )
         pid = int(answer["pid"])
         self.alive[worker] = Process(pid, boot_rank, slot, self.restarts)
-        self._tell(WorkerStarted(worker=worker, pid=pid, boot_rank=boot_rank))
+        self.tell(WorkerStarted(worker=worker, pid=pid, boot_rank=boot_rank))
         self._starts[worker].set()
         self._reaper.expect(pid, lambda code: self._ended(worker, code))
         return worker
@@ -168,7 +168,7 @@ class Pool:
         kill_session(process.pid, spare_leader=True)
         self._template.forget(process.pid)
         lines = () if code == 0 else tuple(self._report(worker, ended))
-        self._tell(
+        self.tell(
             WorkerExited(worker=worker, code=code, under_way=self.rendezvous.exists(), lines=lines)
         )
         self.changed.set()

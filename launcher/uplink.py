@@ -45,6 +45,18 @@ class Uplink:
         if self._link is not None:
             self._link.post(frame)
 
+    def follow(self, place: Place, term: int) -> None:
+        """Go to another controller, which knows this node; what was not confirmed goes there."""
+        self._place, self._term = place, term
+        self._courier = self._courier.renewed()
+        self.heard_at = self._clock()
+        if self._link is not None:
+            self._link.drop()
+
+    def unconfirmed(self) -> list[Report]:
+        """Return the reports that the controller has not confirmed."""
+        return [Report.read(body) for body in self._courier.kept()]
+
     @property
     def silent_s(self) -> float:
         """For how long nothing has been heard of the controller."""
@@ -96,23 +108,26 @@ class Uplink:
         else:
             self._courier.confirmed(int(first["seen"]))
         self._link = link
-        signing = asyncio.create_task(self._sign(link))
+        courier = self._courier
+        signing = asyncio.create_task(self._sign(link, courier))
         try:
-            for frame in self._courier.again():
+            for frame in courier.again():
                 link.post(frame)
             if fresh:
                 entered()
             async for frame in frames:
                 self.heard_at = self._clock()
-                body = self._courier.unpack(frame)
+                body = courier.unpack(frame)
                 if body is not None:
                     take(Order.read(body))
+                if self._courier is not courier:
+                    return  # it was told to follow
         finally:
             self._link = None
             signing.cancel()
             await asyncio.gather(signing, return_exceptions=True)
 
-    async def _sign(self, link: Connection) -> None:
+    async def _sign(self, link: Connection, courier: Courier) -> None:
         while True:
-            link.post(self._courier.sign())
+            link.post(courier.sign())
             await asyncio.sleep(SIGN_EVERY_S)

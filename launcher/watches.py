@@ -50,7 +50,7 @@ class Watches:
         self._options = options
         self._pool = pool
         self._say = say
-        self._fail = fail
+        self.fail = fail
         self._timers: FileTimers | None = None
         self._runner: web.AppRunner | None = None
         self._task: asyncio.Task[None] | None = None
@@ -135,7 +135,7 @@ class Watches:
                 worker, stuck_s = found
                 pid = self._pool.alive[worker].pid
                 # no restart: what holds it, a device say, would hold its successor too
-                self._fail(
+                self.fail(
                     f"worker {worker} (pid {pid}) has been in uninterruptible sleep for {stuck_s:.1f} s"
                     f" ({WEDGED_TIMEOUT} is {limit_s:g}); not restarted, since what it waits for may still be held"
                 )

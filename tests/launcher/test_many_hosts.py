@@ -201,3 +201,44 @@ def test_cut_off_alone_the_node_with_the_store_does_nothing_and_comes_to_the_new
     assert len({generation for generation, _ in seen}) == len(seen), f"two worlds of one generation: {seen}"
     bed.end_file.touch()
     assert [agent.wait() for agent in (first, second, third)] == [0, 0, 0], first.stderr()
+
+
+def test_drained_the_node_with_the_store_hands_it_over_and_the_training_does_not_notice(
+    bed: Bed, three: list[Host]
+) -> None:
+    """Survivors keep their processes and steps; what is asked later works; and the next one can go as well."""
+    job = Job(bed, three, "1:3")
+    first, second, third = job.start(three[0]), job.start(three[1]), job.start(three[2])
+    until("three nodes", lambda: list(job.nodes(three[0]).values()) == ["active"] * 3)
+    before = {row["id"]: row["pid"] for node in job.status(three[0])["nodes"] for row in node["workers"]}
+    step = job.status(three[0])["step"]
+    done = bed.cli("drain", "n0", "--run-dir", str(bed.root / three[2].name))
+    assert done.returncode == 0, done.stderr
+    assert "node n0 has left: liverun drain; the controller is on node n1" in done.stdout
+    assert first.wait() == 0, first.stderr()
+    status = job.status(three[2])
+    assert {node["id"]: node["state"] for node in status["nodes"]} == {"n1": "active", "n2": "active"}
+    after = {row["id"]: row["pid"] for node in status["nodes"] for row in node["workers"]}
+    assert after == {name: pid for name, pid in before.items() if name.startswith(("n1", "n2"))}
+    assert status["restarts"]["used"] == 0
+    until("more steps", lambda: job.status(three[1])["step"] > step + 20)
+    back = bed.launch(
+        *[word.replace(three[0].address + ":29400", store_of(second)) for word in job.words],
+        "--run-dir", str(bed.root / "again"), str(FAKE_WORKER), prefix=tuple(three[0].prefix),
+        HOME=str(bed.folder), FAKE_BEHAVE="{}",
+    )  # fmt: skip
+    until("three again", lambda: list(job.nodes(three[1]).values()) == ["active"] * 3)
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 128 + signal.SIGTERM, second.stderr()
+    until("two", lambda: len(job.nodes(three[2])) == 2)
+    assert bed.cli("resize", "--workers", "1", "--run-dir", str(bed.root / three[2].name)).returncode == 0
+    seen = commits(second, third)
+    assert len({generation for generation, _ in seen}) == len(seen)
+    bed.end_file.touch()
+    assert [third.wait(), back.wait()] == [0, 0], third.stderr()
+
+
+def store_of(agent: Agent) -> str:
+    """Where an agent says that the store is now."""
+    line = next(line for line in agent.stderr().splitlines() if "the controller and the store are on this node" in line)
+    return line.rpartition(" at ")[2]
