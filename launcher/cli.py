@@ -112,6 +112,15 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
     job: Annotated[str | None, option("--job", "id of the job; unique if left out")] = None,
     run_dir: RunDir = None,
     staging: Annotated[str, option("--staging", "staging memory of a worker during a resize")] = "64MiB",
+    verify: Annotated[
+        str, option("--verify", "what a resize compares of what arrived: full, sample (1 slice in 8) or off")
+    ] = "full",
+    keep: Annotated[
+        str,
+        option(
+            "--keep", "the old state until a resize commits: always, never (layers are given back), or auto"
+        ),
+    ] = "auto",
     preload: Annotated[
         str,
         option(

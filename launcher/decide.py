@@ -301,7 +301,7 @@ def _rank_done(turn: Turn, worker: str) -> None:
 def _rank_failed(turn: Turn, worker: str, rank: int | None, code: int, *, under_way: bool) -> None:
     state = turn.state
     where = f" (rank {rank})" if rank is not None else ""
-    reason = f"worker {worker}{where} failed: {describe_exit(code)}"
+    reason = generation.why_lost(state) or f"worker {worker}{where} failed: {describe_exit(code)}"
     proposal = state.proposal
     turn.record("worker_failed", reason, worker=worker, rank=rank, exit_code=code)
     for wish in (proposal.wish if proposal else None, state.queued):

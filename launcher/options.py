@@ -51,6 +51,10 @@ class RunOptions:
     monitor_interval_s: float
     environ: Mapping[str, str]
     """the environment workers start from"""
+    verify: str = "full"
+    """what a resize compares: ``full``, ``sample`` or ``off``"""
+    keep: str = "auto"
+    """the old state until a resize commits: ``auto``, ``always`` or ``never``"""
     role: str = "default"
     fresh: bool = False
     """a new interpreter for every worker, instead of a fork of the template"""

@@ -30,6 +30,8 @@ from launcher.streams import StreamChoice, parse_filters, parse_ranks
 
 START_METHODS = ("spawn", "fork", "forkserver")
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+VERIFY = ("full", "sample", "off")
+KEEP = ("auto", "always", "never")
 EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 """those of torch that are there without anyone registering one"""
 T = TypeVar("T")
@@ -48,6 +50,8 @@ class RunWords:
     job: str | None
     run_dir: str | None
     staging: str
+    verify: str
+    keep: str
     preload: str
     max_restarts: int
     shutdown_timeout: float | None
@@ -93,6 +97,8 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
     refuse_if(
         words.monitor_interval <= 0, f"--monitor-interval {words.monitor_interval:g} is no time at all"
     )
+    _choose(words.verify, VERIFY, "--verify")
+    _choose(words.keep, KEEP, "--keep")
     _choose(words.start_method, START_METHODS, "--start-method")
     _choose(words.numa_binding, NUMA_BINDINGS, "--numa-binding")
     _choose(words.event_log_handler, EVENT_HANDLERS, "--event-log-handler")
@@ -116,7 +122,8 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
     options = RunOptions(
         mode=_mode(words, environ), argv=(words.script, *(words.args or ())), nproc=nproc, standbys=words.standbys,
         layout=layout, job=check_job_id(words.job), root=resolve_root(words.run_dir, environ, uid),
-        log_dir=log_dir, staging_bytes=parse_bytes(words.staging), max_restarts=words.max_restarts,
+        log_dir=log_dir, staging_bytes=parse_bytes(words.staging),
+        verify=words.verify, keep=words.keep, max_restarts=words.max_restarts,
         shutdown_timeout_s=shutdown_timeout_s, host=host, port=port,
         rdzv_id="" if words.standalone or words.rdzv_id == "none" else parse_run_id(words.rdzv_id),
         preload=words.preload, monitor_interval_s=words.monitor_interval, environ=environ, role=words.role,

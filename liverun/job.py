@@ -19,11 +19,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 
 from liverun import device as devices
 from liverun import fence, groups, messages, rng
+from liverun.changes import Choice
 from liverun.gate import Gate, Stopped
 from liverun.layout import Layout
 from liverun.limits import Limits
@@ -32,8 +34,6 @@ from liverun.prepare import Build, Next, Preparation, Standing, world_of
 from liverun.switch import Outcome, Position, switch
 from liverun.world import Training, World
 from resharding import megatron
-
-_DEFAULT_STAGING_BYTES = 64 * 1024 * 1024
 
 ChangeCallback = Callable[[World], None]
 
@@ -90,6 +90,7 @@ class Job:
         self._worker: _Worker | None = None
         self._before_change: list[ChangeCallback] = []
         self._after_change: list[ChangeCallback] = []
+        self._lost = ""
         self._step_ended = time.perf_counter()
         self.training = Training(model=[])
         """the present world's model, optimizer and scheduler; the same object, and the same list, over all changes"""
@@ -150,6 +151,8 @@ class Job:
         worker = self._worker
         if worker is None:
             return
+        if self._lost:
+            self._end_without_a_world(worker)
         try:
             generation = worker.gate.pass_boundary(self.next_step)
             if generation is not None:
@@ -158,6 +161,11 @@ class Job:
             print(f"liverun: worker {worker.name} ends: {stopped}", file=sys.stderr)
             raise SystemExit(0) from None
 
+    def _end_without_a_world(self, worker: _Worker) -> NoReturn:
+        """Nothing is left to train with: part of the state was given back for a world that did not come."""
+        print(f"liverun: worker {worker.name} ends: {self._lost}", file=sys.stderr)
+        raise SystemExit(1)
+
     def _change_world(self, worker: _Worker, generation: int) -> None:
         """Switch at this boundary; on return the worker is in a world, old or new. Raises ``Stopped``."""
         released = time.perf_counter()
@@ -165,11 +173,16 @@ class Job:
             callback(self.world)
         prepared = worker.take(generation)
         position = Position(step=self.next_step, consumed_samples=self.consumed_samples)
-        outcome = switch(
-            prepared, self._standing, position, device=self._device, staging_bytes=worker.staging_bytes
-        )
+        outcome = switch(prepared, self._standing, position, device=self._device)
         if not outcome.committed:
             worker.refuse(prepared, outcome)
+            if outcome.lost:
+                self._lost = (
+                    f"the change to generation {generation} failed when this rank had given layers of the old world "
+                    f"back ({outcome.reason}); start again from the last checkpoint, and if memory allows with "
+                    f"--keep always"
+                )
+                self._end_without_a_world(worker)
             worker.gate.return_to(self.next_step)
             return
         self._enter(worker, prepared, outcome)
@@ -201,7 +214,7 @@ class Job:
 
     def _enter_prepared(self, worker: _Worker, generation: int) -> None:
         prepared = worker.take(generation)
-        outcome = switch(prepared, None, None, device=self._device, staging_bytes=worker.staging_bytes)
+        outcome = switch(prepared, None, None, device=self._device)
         if not outcome.committed:
             worker.refuse(prepared, outcome)
             return
@@ -268,7 +281,7 @@ class _Worker:
     def __init__(self, *, build: Build, limits: Limits, layout: Layout | None, timeout: timedelta) -> None:
         self.name = os.environ["LIVERUN_WORKER"]
         self.gate = Gate()
-        self.staging_bytes = int(os.environ.get("LIVERUN_STAGING_BYTES") or _DEFAULT_STAGING_BYTES)
+        self._wish = Choice.of_environment()
         self._build = build
         self._limits = limits
         self.timeout = timeout
@@ -329,7 +342,7 @@ class _Worker:
             self.gate.offer_first(spec)
             return
         self._preparing = Preparation(
-            spec, worker=self.name, build=self._build, present=self._present(), device=self._device,
+            spec, worker=self.name, build=self._build, present=self._present(), device=self._device, wish=self._wish,
             on_ready=self._say_ready, on_failed=self._say_failed,
         )
         self._preparing.start()
@@ -394,7 +407,8 @@ class _Worker:
     def refuse(self, prepared: Next, outcome: Outcome) -> None:
         """Say that the vote was no, and give back what was prepared."""
         self._link.send(messages.Switched(
-            generation=prepared.spec.generation, ok=False, reason=outcome.reason))
+            generation=prepared.spec.generation, ok=False, reason=outcome.reason, lost=outcome.lost,
+            kept=prepared.choice.keeps, verify=prepared.choice.verify))
         self._run_in_background(prepared.discard, "liverun-discard")
 
     def report_switched(self, prepared: Next, outcome: Outcome, *, arm_s: float, pause_s: float) -> None:
@@ -404,7 +418,8 @@ class _Worker:
             generation=prepared.spec.generation, ok=True, step=outcome.position.step, arm_s=arm_s,
             transfer_s=outcome.transfer_s, commit_s=outcome.commit_s, pause_s=pause_s,
             bytes_moved=outcome.bytes_moved, bytes_local=outcome.bytes_local,
-            peak_extra_bytes=outcome.peak_extra_bytes))
+            peak_extra_bytes=outcome.peak_extra_bytes, kept=prepared.choice.keeps, verify=prepared.choice.verify,
+            stream_s=outcome.stream_s, verify_s=outcome.verify_s))
 
     def retire(self, old: Standing | None, prepared: Next) -> None:
         """Destroy the old world and the bridge in the background, then say Retired."""

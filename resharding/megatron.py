@@ -102,6 +102,13 @@ def settle(model_chunks: Sequence[torch.nn.Module]) -> None:
             chunk.enable_forward_pre_hook()
 
 
+def gradient_buffers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield DDP's flat gradient buffers: what a step accumulates into, and nobody needs at a boundary."""
+    for chunk in model_chunks:
+        for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
+            yield buffer.grad_data
+
+
 def misfit_of(model_chunks: Sequence[torch.nn.Module], sizes: Mapping[str, int]) -> str | None:
     """Say in one sentence why this model cannot be split so, or ``None`` if it can.
 

@@ -16,10 +16,11 @@ rank, so this also holds for a transport that runs them strictly one after the o
 
 With ``keep=False`` layers move one after the other, in the plan's order and on all ranks alike: slots are
 ``(layer, k, (t - s) mod N)``, all of a layer have ended on a rank before it begins with the next, and then the
-layer's sources are given back.
+layer's sources are given back. Before the first of them is, every rank has moved and checked the first layer, and
+asks once whether that is to be.
 
 With ``verify``, the digest of everything sent is taken as it is sent, and of everything received as it then lies in
-the state; in slots after all others the senders' digests follow, and each receiver compares.
+the state; in slots after all others of the layer the senders' digests follow, and each receiver compares.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ NUM_BUFFERS = 4
 
 SAMPLE = 8
 """``verify="sample"`` looks at one in so many slices."""
+FIRST_LAYER = 0
+"""The turn of the layer that moves first, over all ranks."""
 
 Verify = Literal["full", "sample", "off"]
 
@@ -156,7 +159,7 @@ class _Message:
 
 _Slot = tuple[int, int, int]
 _LAST = 2**62
-"""The layer of digests: they come after all others."""
+"""Messages of digests count from here: they come after all others of their layer."""
 _DIGEST_BYTES = 8
 
 
@@ -170,6 +173,7 @@ def execute(
     verify: Verify = "full",
     keep: bool = True,
     claim: Callable[[int], object] | None = None,
+    before_release: Callable[[], object] | None = None,
     release: Callable[[int], object] | None = None,
 ) -> StreamReport:
     """Write every target piece of this rank, and serve the others; all ranks of the plan call it together.
@@ -184,12 +188,14 @@ def execute(
     (see ``order``): ``claim`` is called with the index of a target piece before its layer is written, ``release``
     with that of a source piece once its last reader, here or elsewhere, has it. If storage is given back there (see
     ``pages.PageReturner``), a rank holds no more than the larger of its two states, the largest layer and the
-    staging; and from the first release on there is no way back.
+    staging; and from the first release on there is no way back. So ``before_release`` is called once on every rank,
+    also on one that holds nothing, after the layer that is the first of all has moved and before anything is
+    released: ranks may vote there. What it raises ends the stream with every source whole.
 
     Raises ``ValueError`` for less staging than 64 bytes, and before anything moves ``NotCovered`` if the plan does
-    not write each element of ``target`` exactly once; ``Damaged`` after everything has moved; and whatever the
-    transport raises. The target is then undefined, and the source untouched but for what was released. Transfers
-    posted before stay posted, so the transport's group has to be given up.
+    not write each element of ``target`` exactly once; ``Damaged`` after everything, or without ``keep`` the layer,
+    has moved; and whatever the transport raises. The target is then undefined, and the source untouched but for what
+    was released. Transfers posted before stay posted, so the transport's group has to be given up.
     """
     chunk_bytes = staging_bytes // NUM_BUFFERS // ALIGN_BYTES * ALIGN_BYTES
     if chunk_bytes < ALIGN_BYTES:
@@ -216,12 +222,12 @@ def execute(
                 checks.copied(copy, here, there, target.pieces[copy.target.piece].box)
             local_s += time.perf_counter() - copying
             wire.run(layer)
+            checks.raise_if_damaged()
+            if layer == FIRST_LAYER and not keep and before_release is not None:
+                before_release()
             if release is not None:
                 for piece in layers.sources[layer]:
                     release(piece)
-        wire.run(_LAST)
-        wire.compare()
-    checks.raise_if_damaged()
     return StreamReport(
         bytes_moved=plan.bytes_received,
         bytes_sent=plan.bytes_sent,
@@ -253,7 +259,7 @@ class _Layers:
         for layers, found in ((self._of_source, self.sources), (self._of_target, self.targets)):
             for piece, layer in enumerate(layers):
                 found[layer].append(piece)
-        self.order = sorted({*self._of_source, *self._of_target})
+        self.order = sorted({FIRST_LAYER, *self._of_source, *self._of_target})
 
     def of(self, transfer: Transfer, *, is_send: bool) -> int:
         """Return the layer of a transfer."""
@@ -267,16 +273,22 @@ class _Checks:
         self._every = {"full": 1, "sample": SAMPLE, "off": 0}[verify]
         self.seconds = 0.0
         self.num_bytes = 0
-        self.num_digests: dict[tuple[int, bool], int] = defaultdict(int)
+        self.num_digests: dict[tuple[int, int, bool], int] = defaultdict(int)
+        """by layer and peer, and whether this rank sends them"""
         self._sent: dict[int, list[int]] = defaultdict(list)
         self._arrived: dict[int, list[tuple[int, str]]] = defaultdict(list)
         self._damaged: list[str] = []
         self._num_copies = 0
 
-    def plan(self, peer: int, parts: Iterable[_Part], *, is_send: bool) -> None:
-        """Note how many digests will go to a peer, or come from it."""
+    def plan(self, layer: int, peer: int, parts: Iterable[_Part], *, is_send: bool) -> None:
+        """Note how many digests of a layer will go to a peer, or come from it."""
         if self._every:
-            self.num_digests[peer, is_send] += sum(part.number % self._every == 0 for part in parts)
+            self.num_digests[layer, peer, is_send] += sum(part.number % self._every == 0 for part in parts)
+
+    def next_layer(self) -> None:
+        """Begin with a layer: digests are compared layer by layer."""
+        self._sent.clear()
+        self._arrived.clear()
 
     def wants(self, part: _Part) -> bool:
         """Tell whether a part is looked at; both ends say the same."""
@@ -310,11 +322,11 @@ class _Checks:
         self.seconds += time.perf_counter() - started
 
     def digests_for(self, peer: int) -> list[int]:
-        """Return what was sent to a peer, in the order in which it arrives there."""
+        """Return what was sent of this layer to a peer, in the order in which it arrives there."""
         return self._sent[peer]
 
     def compare(self, peer: int, sent: Sequence[int]) -> None:
-        """Compare what arrived from a peer with its digests."""
+        """Compare what arrived of this layer from a peer with its digests."""
         for value, (found, name) in zip(sent, self._arrived[peer], strict=True):
             if value != found:
                 self._damaged.append(f"{name} did not arrive from rank {peer} as it was sent")
@@ -362,11 +374,11 @@ class _Wire:
         self._recvs = _slots(plan, plan.recvs, target, chunk_bytes, layers, sign=-1)
         self.num_messages = len(self._sends) + len(self._recvs)
         for messages, is_send, sign in ((self._sends, True, 1), (self._recvs, False, -1)):
-            for message in messages.values():
-                checks.plan(message.peer, message.parts, is_send=is_send)
-            for (peer, sends), count in list(checks.num_digests.items()):
+            for (layer, *_), message in messages.items():
+                checks.plan(layer, message.peer, message.parts, is_send=is_send)
+            for (layer, peer, sends), count in checks.num_digests.items():
                 if sends == is_send:
-                    messages.update(_digest_slots(plan, peer, count, chunk_bytes, sign))
+                    messages.update(_digest_slots(plan, layer, peer, count, chunk_bytes, sign=sign))
         self._out = self._buffers(self._sends)
         self._in = self._buffers(self._recvs)
         self.allocated_bytes = sum(buffer.numel() for buffer in (*self._out, *self._in))
@@ -383,7 +395,9 @@ class _Wire:
         return [torch.empty(largest, dtype=torch.uint8, device=self._transport.device) for _ in range(count)]
 
     def run(self, layer: int) -> None:
-        """Pass every slot of a layer."""
+        """Pass every slot of a layer, and compare what arrived with what was sent."""
+        self._checks.next_layer()
+        self._digests.clear()
         under_way: deque[tuple[list[Work], _Message | None, torch.Tensor | None, bool]] = deque()
         for slot in self._by_layer[layer]:
             if len(under_way) == NUM_BUFFERS // 2:
@@ -409,9 +423,6 @@ class _Wire:
             under_way.append((works, received, incoming, landing is not None))
         while under_way:
             self._finish(*under_way.popleft())
-
-    def compare(self) -> None:
-        """Compare what arrived with what was sent, once all digests are here."""
         for peer, digests in self._digests.items():
             self._checks.compare(peer, digests)
 
@@ -562,13 +573,15 @@ def _messages(
         yield _message(peer, shared)
 
 
-def _digest_slots(plan: RankPlan, peer: int, count: int, chunk_bytes: int, sign: int) -> dict[_Slot, _Message]:
-    """Return the messages with the digests of one pair, in slots after all others."""
+def _digest_slots(
+    plan: RankPlan, layer: int, peer: int, count: int, chunk_bytes: int, *, sign: int
+) -> dict[_Slot, _Message]:
+    """Return the messages with the digests of one pair and layer, in slots after all others of the layer."""
     room = chunk_bytes // _DIGEST_BYTES
     found = {}
     for index, first in enumerate(range(0, count, room)):
         last = min(first + room, count)
-        slot = (_LAST, index, sign * (peer - plan.rank) % plan.num_ranks)
+        slot = (layer, _LAST + index, sign * (peer - plan.rank) % plan.num_ranks)
         found[slot] = _Message(peer, (), (last - first) * _DIGEST_BYTES, (first, last))
     return found
 
