@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,13 +25,18 @@ RESIZES = [("--layout=tp=2",), ("--workers=1",), ("--workers=2", "--layout=pp=2"
 def test_no_second_copy_of_the_state_ever_exists(
     launch: Callable[..., Launched], corpus: Path, tmp_path: Path
 ) -> None:
-    """33.8 M parameters, 405 MB of state; what the system saw at most stays within the bound, and the loss the same."""
+    """33.8 M parameters, 405 MB of state; what the system saw at most stays within the bound, and the loss the same.
+
+    And ``liverun plan`` says to the byte what the first of the changes moves.
+    """
     out = tmp_path / "out"
     out.mkdir()
+    shape = [
+        "--num-layers=8", "--hidden-size=512", "--num-attention-heads=8", "--num-query-groups=8",
+        "--ffn-hidden-size=2048", "--seq-length=16",
+    ]  # fmt: skip
     job = launch(
-        PROBE, str(out), f"--data-path={corpus}", "--train-steps=8", "--num-layers=8", "--hidden-size=512",
-        "--num-attention-heads=8", "--num-query-groups=8", "--ffn-hidden-size=2048", "--seq-length=16",
-        "--global-batch-size=2", "--micro-batch-size=1", "--log-interval=0", f"--loss-log={out / 'loss.jsonl'}",
+        PROBE, str(out), f"--data-path={corpus}", "--train-steps=8", *shape, "--global-batch-size=2", "--micro-batch-size=1", "--log-interval=0", f"--loss-log={out / 'loss.jsonl'}",
         "--pipeline-model-parallel-size=2", nproc=2, options=NEVER,
         probe={"memory": True, "evaluate": True, "steps_per_change": 2},
     )
@@ -38,6 +44,14 @@ def test_no_second_copy_of_the_state_ever_exists(
     for words in RESIZES:
         job.must_resize(*words)
     said = [event for event in job.events() if event["kind"] == "active"]
+    flags = ["--swiglu", "--disable-bias-linear", "--normalization=RMSNorm", "--position-embedding-type=rope"]
+    planned = job.cli(
+        "plan", "--from=pp=2", "--to=tp=2", "--json", "--", *shape, *flags, "--padded-vocab-size=384",
+        "--use-distributed-optimizer",
+    )
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert [(row["bytes_moved"], row["bytes_local"]) for row in said[:1]] == [(plan["bytes_moved"], plan["bytes_local"])]
     assert job.finish() == 0, job.output()
     records = read_lines(out / "changes.jsonl")
     assert sum(row["memory"]["state"] for row in records if (row["when"], row["generation"]) == ("after", 3)) > 400e6

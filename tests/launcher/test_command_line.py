@@ -77,6 +77,8 @@ def test_help_answers_in_a_moment(bed: Bed) -> None:
         (["--standbys", "-1", "x.py"], "not below 0"),
         (["--no-such-option", "x.py"], "No such option"),
         (["run"], "Missing argument 'script'"),
+        (["plan", "--from", "tp=2", "--to", "tp=1", "--rate", "fast"], "'fast' is not a size"),
+        (["plan", "--from", "tp=2", "--to", "tp=1", "--rate", "0"], "--rate is above 0"),
         (["resize"], "say what the world is to be"),
         (["resize", "--nodes", "2"], "one node only"),
         (["resize", "--layout", "tp"], "'tp' is not one of"),
