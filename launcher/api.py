@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from liverun.calls import read_results, write_call
 
-OURS = ("standbys", "layout", "job", "run_dir", "staging", "verify", "keep", "preload")
+OURS = ("standbys", "layout", "job", "run_dir", "staging", "verify", "keep", "defer", "preload")
 """options that torchrun does not have"""
 AGENT_CODE = (
     "import ctypes, os, signal, sys\n"

@@ -121,6 +121,9 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
             "--keep", "the old state until a resize commits: always, never (layers are given back), or auto"
         ),
     ] = "auto",
+    defer: Annotated[
+        str, option("--defer", "what moves beside the first step after a resize: optimizer, or nothing")
+    ] = "nothing",
     preload: Annotated[
         str,
         option(

@@ -477,6 +477,7 @@ def _last_resize(turn: Turn, outcome: str, reason: str) -> dict[str, object]:
         "bytes_moved": sum(vote.bytes_moved for vote in votes),
         "bytes_local": sum(vote.bytes_local for vote in votes),
         "peak_extra_bytes": max((vote.peak_extra_bytes for vote in votes), default=0),
+        "bytes_late": sum(vote.bytes_late for vote in votes),
         "kept": all(vote.kept for vote in votes),
         "verify": {
             "mode": max((vote.verify for vote in votes), default=""),

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, cast, get_args
 from resharding.stream import Verify
 
 Keep = Literal["auto", "always", "never"]
+Defer = Literal["nothing", "optimizer"]
 
 DEFAULT_STAGING_BYTES = 64 * 1024 * 1024
 SHARE_TO_KEEP = 0.5
@@ -25,6 +26,8 @@ class Choice:
     """how much of what arrived is compared with what was sent"""
     keep: Keep = "auto"
     """whether the old state is kept until the commit: then every failure before it leads back"""
+    defer: Defer = "nothing"
+    """what moves after the commit, beside the first step of the new world"""
     staging_bytes: int = DEFAULT_STAGING_BYTES
 
     @classmethod
@@ -32,12 +35,16 @@ class Choice:
         """Read what the launcher was told. Raises ``ValueError`` for a word that is none of the choices."""
         verify = environ.get("LIVERUN_VERIFY_MODE") or "full"
         keep = environ.get("LIVERUN_KEEP_MODE") or "auto"
-        for name, word, choices in (("VERIFY", verify, get_args(Verify)), ("KEEP", keep, get_args(Keep))):
+        defer = environ.get("LIVERUN_DEFER_MODE") or "nothing"
+        for name, word, choices in (
+            ("VERIFY", verify, get_args(Verify)), ("KEEP", keep, get_args(Keep)), ("DEFER", defer, get_args(Defer)),
+        ):  # fmt: skip
             if word not in choices:
                 raise ValueError(f"LIVERUN_{name}_MODE={word!r} is none of {', '.join(choices)}")
         return cls(
             verify=cast("Verify", verify),
             keep=cast("Keep", keep),
+            defer=cast("Defer", defer),
             staging_bytes=int(environ.get("LIVERUN_STAGING_BYTES") or DEFAULT_STAGING_BYTES),
         )
 
@@ -73,7 +80,8 @@ def agree(wishes: Sequence[Choice], rooms: Sequence[Room]) -> Choice:
     """Return what all members do, the same on each of them: in the order of members, what they wish and have.
 
     The first member's word counts, and the smallest staging. ``auto`` becomes ``always`` where every host has room
-    for the new state beside the old, or where somebody could not give the old one back; else ``never``.
+    for the new state beside the old, or where somebody could not give the old one back; else ``never``. What is
+    given back cannot be deferred.
 
     Raises ``ValueError`` for ``never`` where somebody cannot give memory back.
     """
@@ -88,7 +96,8 @@ def agree(wishes: Sequence[Choice], rooms: Sequence[Room]) -> Choice:
     keep = first.keep
     if keep == "auto":
         keep = "always" if stuck or _fits(rooms, staging_bytes) else "never"
-    return replace(first, keep=keep, staging_bytes=staging_bytes)
+    defer = first.defer if keep == "always" else "nothing"
+    return replace(first, keep=keep, defer=defer, staging_bytes=staging_bytes)
 
 
 def _fits(rooms: Sequence[Room], staging_bytes: int) -> bool:

@@ -27,6 +27,7 @@ from liverun import device as devices
 from liverun import fence, groups, messages, rng
 from liverun.changes import Choice
 from liverun.gate import Gate, Stopped
+from liverun.late import LateState, NotWhole
 from liverun.layout import Layout
 from liverun.limits import Limits
 from liverun.link import Link
@@ -91,6 +92,7 @@ class Job:
         self._before_change: list[ChangeCallback] = []
         self._after_change: list[ChangeCallback] = []
         self._lost = ""
+        self._late: LateState | None = None
         self._step_ended = time.perf_counter()
         self.training = Training(model=[])
         """the present world's model, optimizer and scheduler; the same object, and the same list, over all changes"""
@@ -118,6 +120,20 @@ class Job:
     def resume(self, *, step: int, consumed_samples: int) -> None:
         """Start from here rather than from 0: for a script that has loaded a checkpoint of its own."""
         self.next_step, self.consumed_samples = step, consumed_samples
+
+    def wait_until_whole(self) -> None:
+        """Return once all state of the present world is in place: with ``--defer optimizer``, some comes late.
+
+        An optimizer's own methods wait by themselves. This is for a script that looks into its tensors. If the state
+        does not come, the worker ends here with exit code 1.
+        """
+        if self._late is not None:
+            assert self._worker is not None
+            try:
+                self._late.wait()
+            except NotWhole as failure:
+                self._lose_optimizer(self._worker, failure)
+            self._late = None
 
     def before_change(self, callback: ChangeCallback) -> None:
         """Call ``callback(world)`` on every rank of a world at the boundary where it is about to be left."""
@@ -168,6 +184,7 @@ class Job:
 
     def _change_world(self, worker: _Worker, generation: int) -> None:
         """Switch at this boundary; on return the worker is in a world, old or new. Raises ``Stopped``."""
+        self.wait_until_whole()
         released = time.perf_counter()
         for callback in self._before_change:
             callback(self.world)
@@ -192,8 +209,17 @@ class Job:
         )
         while self._standing is None:
             self._wait_for_rank(worker)
+        if self._after_change:
+            self.wait_until_whole()  # a callback may look into the optimizer, or save it
         for callback in self._after_change:
             callback(self.world)
+
+    def _lose_optimizer(self, worker: _Worker, failure: NotWhole) -> NoReturn:
+        self._lost = (
+            f"the optimizer's state did not follow into generation {self.world.generation} ({failure}), and no step "
+            f"was made without it; start again from the last checkpoint, and with --defer nothing"
+        )
+        self._end_without_a_world(worker)
 
     def _begin(self, worker: _Worker) -> None:
         """Wait for the first rank of this worker's life. Raises ``Stopped``."""
@@ -238,6 +264,10 @@ class Job:
         else:
             fence.activate(fence.new_globals(prepared.spec.generation))
             self._rebind(Training(model=[]))
+        if prepared.late is not None:
+            self._late = prepared.late if new is not None else None
+            optimizer = new.training.optimizer if new is not None else None
+            prepared.late.start(optimizer, lambda failure: self._lose_optimizer(worker, failure))
         worker.retire(old, prepared)
 
     def _leave(self) -> None:
@@ -349,8 +379,9 @@ class _Worker:
 
     def _say_ready(self, ready: Next) -> None:
         self._link.send(messages.Prepared(
-            generation=ready.spec.generation, prepare_s=ready.prepare_s, bytes_moved=ready.plan.bytes_moved,
-            bytes_local=ready.plan.bytes_local))
+            generation=ready.spec.generation, prepare_s=ready.prepare_s,
+            bytes_moved=ready.plan.bytes_moved + ready.late_moved,
+            bytes_local=ready.plan.bytes_local + ready.late_local))
 
     def _say_failed(self, generation: int, reason: str) -> None:
         self._link.send(messages.Failed(generation=generation, reason=reason))
@@ -417,9 +448,11 @@ class _Worker:
         self._link.send(messages.Switched(
             generation=prepared.spec.generation, ok=True, step=outcome.position.step, arm_s=arm_s,
             transfer_s=outcome.transfer_s, commit_s=outcome.commit_s, pause_s=pause_s,
-            bytes_moved=outcome.bytes_moved, bytes_local=outcome.bytes_local,
+            bytes_moved=outcome.bytes_moved + prepared.late_moved,
+            bytes_local=outcome.bytes_local + prepared.late_local,
             peak_extra_bytes=outcome.peak_extra_bytes, kept=prepared.choice.keeps, verify=prepared.choice.verify,
-            stream_s=outcome.stream_s, verify_s=outcome.verify_s))
+            stream_s=outcome.stream_s, verify_s=outcome.verify_s,
+            bytes_late=prepared.late_moved + prepared.late_local))
 
     def retire(self, old: Standing | None, prepared: Next) -> None:
         """Destroy the old world and the bridge in the background, then say Retired."""
@@ -447,6 +480,8 @@ class _Worker:
     def _retire(self, old: Standing | None, prepared: Next, before: list[threading.Thread]) -> None:
         for thread in before:
             thread.join()
+        if prepared.late is not None:
+            prepared.late.end()  # the old state is read until then
         # nobody closes the bridge while somebody still reads its vote; a peer that is gone has nothing left to read
         with contextlib.suppress(RuntimeError):
             prepared.bridge.default_pg.barrier().wait()

@@ -154,6 +154,8 @@ class Switched(Message):
     """the old world's state was kept until the commit"""
     lost: bool = False
     """part of the old world's state is gone: the worker cannot go back, and ends"""
+    bytes_late: int = 0
+    """of both, what moves after the commit"""
     verify: str = ""
     """how much was compared: full, sample or off"""
     stream_s: float = 0.0

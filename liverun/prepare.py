@@ -7,7 +7,6 @@ In a thread of its own, while the training thread trains: the bridge, the next w
 from __future__ import annotations
 
 import functools
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,16 +18,16 @@ import torch
 from liverun import fence, groups, rng
 from liverun.changes import Choice, Room, agree
 from liverun.hollow import Hollow
+from liverun.late import LateState, split
 from liverun.memory import available_bytes
 from liverun.messages import Member, Prepare
+from liverun.reasons import in_short
 from liverun.world import Training, World
 from resharding import boxes, listing, megatron
 from resharding.pages import is_disjoint
 from resharding.plan import RankPlan, plan_for
 
 Build = Callable[[World], Training]
-
-_SOURCE_PATH = re.compile(r"\[/\S+:\d+\]\s*")
 
 
 @dataclass(kw_only=True)
@@ -59,6 +58,8 @@ class Next:
     """where the streams of this rank's new role arrive; empty where streams are seeded anew"""
     choice: Choice
     """how the state moves: what all members have agreed on"""
+    late: LateState | None
+    """the part of the state that moves after the commit"""
     touched_bytes: int
     """memory of the new stack that the system has found already, beside the training"""
     prepare_s: float
@@ -68,9 +69,21 @@ class Next:
         fence.destroy(self.bridge.groups)
         self.bridge.default_pg = None
 
+    @property
+    def late_moved(self) -> int:
+        """Bytes that this rank receives after the commit."""
+        return self.late.plan.bytes_received if self.late else 0
+
+    @property
+    def late_local(self) -> int:
+        """Bytes that this rank copies after the commit."""
+        return self.late.plan.bytes_local if self.late else 0
+
     def discard(self) -> None:
         """Give back everything that was built for the change."""
         self.give_up_bridge()
+        if self.late is not None:
+            self.late.give_up()
         if self.standing is not None:
             fence.destroy(self.standing.globals.groups)
 
@@ -224,19 +237,38 @@ class Preparation:
         choice = agree([Choice(**one["wish"]) for one in said], [Room(**one["room"]) for one in said])
         touched_bytes = _touch(standing.holding) if standing and choice.keeps else 0
         names = [one["streams"] for one in said]
+        late_source = late_target = boxes.Holding.of([])
+        if choice.defer == "optimizer":
+            source, late_source = split(source)
+            target, late_target = split(target)
         if me.rank is not None:
             role = next((i for i, m in enumerate(spec.members) if m.old_rank == me.rank), None)
             sizes = names[role] if role is not None and all(_old(names, spec)) else {}
             incoming = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
             target = boxes.Holding.of([*target.pieces, *_stream_pieces(incoming, me.rank)])
-        old, new = listing.exchange(
-            lambda data: groups.allgather_bytes(bridge.default_pg, data, device), place,
-            listing.listing_of(source), listing.listing_of(target),
-        )
-        made_plan = plan_for(place, old, new, [member.host for member in spec.members])
+
+        def plan(source: boxes.Holding, target: boxes.Holding) -> RankPlan:
+            old, new = listing.exchange(
+                lambda data: groups.allgather_bytes(bridge.default_pg, data, device), place,
+                listing.listing_of(source), listing.listing_of(target),
+            )
+            return plan_for(place, old, new, [member.host for member in spec.members])
+
+        late = None
+        if choice.defer == "optimizer":
+            late_bridge = groups.open_bridge(
+                store, generation=spec.generation, rank=place, size=len(spec.members), device=device, timeout=limit,
+                name="late",
+            )
+            made.append(late_bridge)
+            late = LateState(
+                bridge=late_bridge, plan=plan(late_source, late_target), source=late_source, target=late_target,
+                choice=choice, device=device, generation=spec.generation,
+            )
+        made_plan = plan(source, target)
         return Next(
             spec=spec, bridge=bridge, standing=standing, plan=made_plan, source=source, target=target,
-            outgoing=outgoing, incoming=incoming, choice=choice, touched_bytes=touched_bytes,
+            outgoing=outgoing, incoming=incoming, choice=choice, late=late, touched_bytes=touched_bytes,
             prepare_s=time.perf_counter() - started,
         )
 
@@ -283,10 +315,3 @@ def _stream_pieces(streams: dict[str, torch.Tensor], role: int) -> list[boxes.Pi
 
 def _itself(state: torch.Tensor) -> torch.Tensor:
     return state
-
-
-def in_short(error: BaseException) -> str:
-    """Put an error into one line: gloo's come with a source path before them and advice behind."""
-    line = (str(error).strip() or "no message").splitlines()[0]
-    line = _SOURCE_PATH.sub("", line).partition(" This is typically caused by")[0]
-    return f"{type(error).__name__}: {line}"

@@ -13,6 +13,8 @@ Where the old state is not kept, gradient buffers go first; the small state is l
 the first layer has moved and was checked. From that unanimous yes on each layer of the old stack is given back once
 its last reader has it. That is the point of no return: a member that has given a layer back and then cannot commit
 has no world to train in, and says so. The vote at the end is taken as ever.
+
+Where the optimizer's state is deferred it moves after all this; see ``late``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import torch
 
 from liverun import groups, rng
 from liverun.memory import ResidentPeak
-from liverun.prepare import Next, Standing, in_short
+from liverun.prepare import Next, Standing
+from liverun.reasons import in_short
 from liverun.world import Training
 from resharding import boxes, megatron, stream
 from resharding.pages import PageReturner

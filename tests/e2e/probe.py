@@ -14,6 +14,9 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
 ``hang_in_build`` a generation in whose build this worker stops for good, if it joins
 ``fail_stream``   a rank of the first world whose first stream fails before it has begun
 ``fail_release``  a rank whose first stream fails when it has given so many pieces of its old state back: [rank, pieces]
+``late``          with ``--defer optimizer``: let the optimizer's state set out only when the first forward and backward of
+                  the new world have run; of workers it names, ``fail`` or ``kill`` their part of it then
+``no_hooks``      register no hooks
 ``memory``        write down what the process holds around every change
 ``announce``      touch this file when a joiner builds
 """
@@ -52,14 +55,13 @@ class Probe:
 
     def __init__(self, job, args, valid):
         self.job, self.args, self.valid = job, args, valid
-        self.num_changes = 0
         self.resident = 0
-        job.before_change(lambda world: self.look("before", world))
-        job.after_change(lambda world: self.look("after", world))
+        if not OPTIONS.get("no_hooks"):
+            job.before_change(lambda world: self.look("before", world))
+            job.after_change(lambda world: self.look("after", world))
 
     def look(self, when, world):
-        if when == "after":
-            self.num_changes = world.generation - 1
+        self.job.wait_until_whole()
         record = {
             "when": when,
             "generation": world.generation,
@@ -194,6 +196,43 @@ def fail_once(real_execute):
     return execute
 
 
+class Held:
+    """Holds the optimizer's state back until a step of the new world has run forward and backward."""
+
+    def __init__(self):
+        self.computed = threading.Event()
+        self.has_set_out = False
+
+    def execute(self, real_execute, *arguments, **options):
+        if not threading.current_thread().name.startswith("liverun-late-"):
+            self.computed.clear()
+            self.has_set_out = False
+            return real_execute(*arguments, **options)
+        if arguments[2].pieces:  # a leaver computes nothing, and sends into the void until somebody receives
+            assert self.computed.wait(60), "the first step waited for the optimizer's state"
+        self.has_set_out = True
+        how = OPTIONS["late"].get(os.environ["LIVERUN_WORKER"])
+        if how == "fail":
+            raise OSError("the network card fell out")
+        if how == "kill":
+            deadline = time.monotonic() + 60
+            while not (OUT / "late.jsonl").exists() or '"generation": 2' not in (OUT / "late.jsonl").read_text():
+                assert time.monotonic() < deadline, "the new world computed nothing"
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real_execute(*arguments, **options)
+
+    def forward_backward(self, real, *arguments, **options):
+        result = real(*arguments, **options)
+        step = arguments[4]
+        train.append_line(
+            OUT / "late.jsonl",
+            {"step": step.index, "generation": step.world.generation, "rank": step.world.rank, "set_out": self.has_set_out},
+        )
+        self.computed.set()
+        return result
+
+
 def write_last_resources():
     """Registered before ``join``, so it runs after everything that ``join`` registers."""
     record = {
@@ -225,16 +264,20 @@ def main():
         job = real_join(watched_build, **options)
         probes.append(Probe(job, train.parse_arguments(), opened[1]))
         train.append_line(OUT / "pids.jsonl", {"pid": os.getpid(), "rank": job.world.rank})
-        if job.world.generation > 1:
+        if job.world.generation > 1 and not OPTIONS.get("no_hooks"):
             probes[0].look("after", job.world)  # it joined before there was a hook to call
         return job
 
+    if "late" in OPTIONS:
+        held, real_execute, real_compute = Held(), stream.execute, train.forward_backward
+        stream.execute = lambda *arguments, **options: held.execute(real_execute, *arguments, **options)
+        train.forward_backward = lambda *arguments, **options: held.forward_backward(real_compute, *arguments, **options)
     real_train_step = train.train_step
 
     def train_step(*arguments):
         step = arguments[-1]
         probe, pace = probes[0], OPTIONS.get("steps_per_change")
-        if pace and probe.num_changes < step.index / pace:
+        if pace and step.world.generation - 1 < step.index / pace:
             time.sleep(1.0)
         if OPTIONS.get("resources"):
             train.append_line(
