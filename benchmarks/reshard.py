@@ -6,7 +6,8 @@
   large as 64 MiB, and the stream with digests of everything, of a sample and of nothing, in turns.
 * Weights of a bf16 GPT from tp=2 to pp=2: ``megatron.core.resharding`` over gloo, and the stream, in turns.
 * Live: ``examples/gpt/train.py`` in bf16 with fp32 main parameters and Adam, from tp=2 on two workers to one, the
-  pause in parts; and the same change with torchrun and a ``torch_dist`` checkpoint, as in ``pause.py``.
+  pause in parts, with everything in it and with the optimizer's state deferred; and the same change with torchrun
+  and a ``torch_dist`` checkpoint, as in ``pause.py``.
 """
 
 import argparse
@@ -46,7 +47,6 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, nargs="+", default=list(SIZES), choices=SIZES, help="in millions")
     parser.add_argument("--only", choices=["wire", "live"], help="just one part")
     parser.add_argument("--no-torchrun", action="store_true", help="live changes only")
-    parser.add_argument("--option", action="append", default=[], help="for liverun run, like --option=--keep=never")
     args = parser.parse_args()
     result = {"conditions": conditions()}
     with tempfile.TemporaryDirectory(prefix="liverun-bench-") as name:
@@ -91,9 +91,10 @@ def pair(folder: Path) -> dict:
 def changes(folder: Path, data: str, size: int, case: str, args: argparse.Namespace) -> dict:
     before, after = CASES[case]
     train = [TRAIN, *as_arguments(SIZES[size] | BATCH), "--data-path", data, "--bf16"]
-    runs, restarts = [], []
+    runs, deferred, restarts = [], [], []
     for _ in range(args.runs):
-        runs.append(live(folder, train, before, after, args.option))
+        runs.append(live(folder, train, before, after))
+        deferred.append(live(folder, train, before, after, ["--defer=optimizer"]))
         if not args.no_torchrun:
             restarts.append(restart(folder, train, before, after))
     pause_s = statistics.median(run["to_start_s"] for run in runs)
@@ -109,6 +110,8 @@ def changes(folder: Path, data: str, size: int, case: str, args: argparse.Namesp
         "bytes_per_s": (runs[0]["bytes_moved"] + runs[0]["bytes_local"]) / parts["transfer"],
         "peak_extra_bytes": max(run["peak_extra_bytes"] for run in runs),
         "kept": runs[0]["kept"],
+        "deferred_pause_s": statistics.median(run["to_start_s"] for run in deferred),
+        "deferred_to_end_s": statistics.median(run["to_end_s"] for run in deferred),
     }
     if restarts:
         found["torchrun_s"] = statistics.median(run["to_start_s"] for run in restarts)
@@ -131,6 +134,11 @@ def show(result: dict) -> None:
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in row["parts"].items())
         moved, local = row["bytes_moved"] / 1e6, row["bytes_local"] / 1e6
         print(f"\n{name}: pause {row['pause_s']:.3f} s ({parts}); {moved:.0f} MB moved, {local:.0f} MB local")
+        print(
+            f"  to the end of the first step {row['to_end_s']:.3f} s; with --defer optimizer pause "
+            f"{row['deferred_pause_s']:.3f} s, {row['pause_s'] / row['deferred_pause_s']:.1f} times shorter, to the end "
+            f"of the first step {row['deferred_to_end_s']:.3f} s"
+        )
         if "ratio" in row:
             print(f"  torchrun with torch_dist: {row['torchrun_s']:.2f} s, {row['ratio']:.0f} times as long")
 

@@ -72,6 +72,8 @@ def test_help_answers_in_a_moment(bed: Bed) -> None:
         (["--staging", "lots", "x.py"], "'lots' is not a size; write it like 512MiB"),
         (["--verify", "some", "x.py"], "--verify 'some' is none of full, sample, off"),
         (["--keep", "yes", "x.py"], "--keep 'yes' is none of auto, always, never"),
+        (["--defer", "all", "x.py"], "--defer 'all' is none of nothing, optimizer"),
+        (["--defer", "optimizer", "--keep", "never", "x.py"], "--keep never gives it back before"),
         (["--job", "a/b", "x.py"], "--job 'a/b': use up to 64 letters"),
         (["-m", "--no-python", "x.py"], "--module and --no-python exclude each other"),
         (["--standbys", "-1", "x.py"], "not below 0"),

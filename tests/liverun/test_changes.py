@@ -41,6 +41,12 @@ def test_the_first_members_word_counts_and_the_smallest_staging() -> None:
     assert agree(wishes[::-1], [room()] * 2) == Choice(keep="always", staging_bytes=MIB)
 
 
+def test_what_is_given_back_is_not_deferred() -> None:
+    wishes = [Choice(defer="optimizer", staging_bytes=MIB)] * 2
+    assert agree(wishes, [room()] * 2).defer == "optimizer"
+    assert agree(wishes, [room(), room("b", available=0)]).defer == "nothing"
+
+
 def test_never_is_refused_where_memory_cannot_be_given_back() -> None:
     with pytest.raises(ValueError, match=r"--keep never: a worker on b cannot give .* --keep auto or --keep always"):
         agree([Choice(keep="never")] * 2, [room(), room("b", frees=False)])
