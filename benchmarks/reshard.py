@@ -134,11 +134,9 @@ def show(result: dict) -> None:
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in row["parts"].items())
         moved, local = row["bytes_moved"] / 1e6, row["bytes_local"] / 1e6
         print(f"\n{name}: pause {row['pause_s']:.3f} s ({parts}); {moved:.0f} MB moved, {local:.0f} MB local")
-        print(
-            f"  to the end of the first step {row['to_end_s']:.3f} s; with --defer optimizer pause "
-            f"{row['deferred_pause_s']:.3f} s, {row['pause_s'] / row['deferred_pause_s']:.1f} times shorter, to the end "
-            f"of the first step {row['deferred_to_end_s']:.3f} s"
-        )
+        late_s, shorter = row["deferred_pause_s"], row["pause_s"] / row["deferred_pause_s"]
+        print(f"  --defer optimizer: pause {late_s:.3f} s, {shorter:.1f} times shorter")
+        print(f"  to the end of the first step: {row['to_end_s']:.3f} s, deferred {row['deferred_to_end_s']:.3f} s")
         if "ratio" in row:
             print(f"  torchrun with torch_dist: {row['torchrun_s']:.2f} s, {row['ratio']:.0f} times as long")
 
