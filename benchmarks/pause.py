@@ -88,12 +88,12 @@ def restart(folder: Path, train: list, before: tuple, after: tuple) -> dict:
     return pause(last, first)
 
 
-def live(folder: Path, train: list, before: tuple, after: tuple) -> dict:
-    """Measure liverun: the same change, without stopping."""
+def live(folder: Path, train: list, before: tuple, after: tuple, options: tuple | list = ()) -> dict:
+    """Measure liverun, given further options: the same change, without stopping."""
     for log in folder.glob("liverun*"):
         log.unlink()
     standbys = max(before[0], after[0]) - before[0]
-    command = [*LIVERUN, "run", "--nproc-per-node", str(before[0]), "--standbys", str(standbys)]
+    command = [*LIVERUN, "run", "--nproc-per-node", str(before[0]), "--standbys", str(standbys), *options]
     with Run(
         [*command, *train, "--train-steps", "1000", *layout_arguments(before[1])], folder, "liverun"
     ) as run:
@@ -111,7 +111,15 @@ def live(folder: Path, train: list, before: tuple, after: tuple) -> dict:
     index = next(index for index, step in enumerate(steps) if step["world_size"] == after[0] and index
                  and step["generation"] != steps[index - 1]["generation"])  # fmt: skip
     resize = said["last_resize"]
-    keep = {key: resize[key] for key in ("phases", "bytes_moved", "bytes_local")}
+    keep = {key: resize[key] for key in ("phases", "bytes_moved", "bytes_local", "peak_extra_bytes", "kept")}
+    phases, verify_s = resize["phases"], resize["verify"]["seconds"]
+    stream_s = phases["stream_s"]
+    keep["parts"] = {
+        "cut": phases["arm_s"] + phases["transfer_s"] - stream_s,
+        "transfer": stream_s - verify_s,
+        "check": verify_s,
+        "switch": resize["pause_s"] - phases["arm_s"] - phases["transfer_s"],
+    }
     slowest = max(step["step_s"] for step in steps[index - 4 : index])
     usual = statistics.median(step["step_s"] for step in steps[1:index])
     return pause(steps[index - 1], steps[index]) | keep | {"slowdown_while_preparing": slowest / usual}

@@ -25,7 +25,9 @@ from typing import IO, Any
 
 from liverun.calls import read_results, write_call
 
-OURS = ("standbys", "layout", "job", "run_dir", "staging", "preload", "ranks_filter", "keep_runs")
+OURS = (
+    "standbys", "layout", "job", "run_dir", "staging", "verify", "keep", "defer", "preload", "ranks_filter", "keep_runs",
+)  # fmt: skip
 """options that torchrun does not have"""
 AGENT_CODE = (
     "import ctypes, os, signal, sys\n"

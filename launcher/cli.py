@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from launcher.abbreviate import AmbiguousError, Flag, expand
 
-COMMANDS = ("run", "resize", "drain", "status", "events", "jobs", "stop", "store")
+COMMANDS = ("run", "resize", "drain", "status", "events", "jobs", "stop", "store", "plan")
 FROM_AGENT = ("LIVERUN_JOB", "LIVERUN_RUN_DIR", "LIVERUN_LAYOUT")
 """set for workers; a launcher started inside a worker must not take them for its own options"""
 
@@ -116,6 +116,18 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         option("--keep-runs", "run folders of ended jobs to keep; older ones are removed", parser=whole_number),
     ] = 20,
     staging: Annotated[str, option("--staging", "staging memory of a worker during a resize")] = "64MiB",
+    verify: Annotated[
+        str, option("--verify", "what a resize compares of what arrived: full, sample (1 slice in 8) or off")
+    ] = "full",
+    keep: Annotated[
+        str,
+        option(
+            "--keep", "the old state until a resize commits: always, never (layers are given back), or auto"
+        ),
+    ] = "auto",
+    defer: Annotated[
+        str, option("--defer", "what moves beside the first step after a resize: optimizer, or nothing")
+    ] = "nothing",
     preload: Annotated[
         str,
         option(
@@ -371,6 +383,40 @@ def jobs(run_dir: RunDir = None, as_json: AsJson = False) -> None:
         print(json.dumps([dataclasses.asdict(record) for record in records]))
     else:
         print_jobs(records)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def plan(  # noqa: PLR0917  (typer reads options from the signature)
+    before: Annotated[str, option("--from", "layout before, dp included, like tp=2,pp=2,dp=4")],
+    after: Annotated[str, option("--to", "layout after")],
+    flags: Annotated[
+        list[str] | None, typer.Argument(help="after --: the model's flags as a Megatron script has them")
+    ] = None,
+    model: Annotated[str | None, option("--model", "file with a JSON object of the model's flags")] = None,
+    workers_per_node: Annotated[
+        int, option("--workers-per-node", "workers of a node; 0: one node has them all", parser=whole_number)
+    ] = 0,
+    rate: Annotated[str, option("--rate", "bytes a worker sends, and receives, in a second")] = "1GB",
+    staging: Annotated[str, option("--staging", "staging memory of a worker during a resize")] = "64MiB",
+    as_json: AsJson = False,
+) -> None:
+    """Say what a resize would move and take, with nothing running."""
+    from launcher import client
+    from launcher.options import UsageError, parse_bytes
+    from launcher.planning import run_plan
+
+    try:
+        words = {
+            "from": before, "to": after, "workers-per-node": str(workers_per_node or 2**31),
+            "bytes-per-s": str(parse_bytes(rate)), "staging-bytes": str(parse_bytes(staging)),
+        }  # fmt: skip
+    except UsageError as error:
+        client.complain(str(error), 2)
+    if workers_per_node < 0 or words["bytes-per-s"] == "0":
+        client.complain("--workers-per-node is not below 0, and --rate is above 0", 2)
+    if model is not None:
+        words["model"] = model
+    raise SystemExit(run_plan(words, flags or [], as_json=as_json))
 
 
 @app.command()

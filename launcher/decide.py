@@ -270,7 +270,7 @@ def _exited(turn: Turn, event: Exited) -> None:
         _rank_done(turn, worker)
     elif rank is not None:
         where = f" (rank {rank})"
-        reason = f"worker {worker}{where} failed: {describe_exit(code)}"
+        reason = generation.why_lost(state) or f"worker {worker}{where} failed: {describe_exit(code)}"
         turn.record("worker_failed", reason, worker=worker, rank=rank, exit_code=code)
         _rank_failed(turn, event, rank, reason)
     else:

@@ -53,6 +53,8 @@ def worker_environ(
     environ["LIVERUN_JOB"] = job
     environ["LIVERUN_RUN_DIR"] = str(folder)
     environ["LIVERUN_STAGING_BYTES"] = str(options.staging_bytes)
+    environ["LIVERUN_VERIFY_MODE"], environ["LIVERUN_KEEP_MODE"] = options.verify, options.keep
+    environ["LIVERUN_DEFER_MODE"] = options.defer
     environ.pop("LIVERUN_LAYOUT", None)
     if options.layout is not None:
         environ["LIVERUN_LAYOUT"] = str(options.layout)

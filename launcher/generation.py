@@ -10,6 +10,7 @@ from launcher.model import (
     CloseStore,
     Commit,
     End,
+    JobState,
     Kill,
     Number,
     OpenStore,
@@ -286,6 +287,8 @@ def count_votes(turn: Turn) -> None:
     assert proposal is not None
     if not set(proposal.votes) >= _names(proposal) - proposal.lost:
         return
+    if why_lost(turn.state):
+        return  # a worker without a world ends, and its end is that of the job
     target, generation = _aimed(proposal)
     votes = {worker: vote for worker, vote in proposal.votes.items() if worker not in proposal.lost}
     noes = [worker for worker, vote in votes.items() if not vote.ok]
@@ -308,6 +311,18 @@ def count_votes(turn: Turn) -> None:
     else:
         world = World(generation=generation, layout=target.layout, ranks=target.ranks)
         turn.do(Commit(old=turn.state.world.generation if turn.state.world else None, world=world))
+
+
+def why_lost(state: JobState) -> str:
+    """Say why there is no world to go back to; empty where there is one."""
+    proposal = state.proposal
+    votes = proposal.votes if proposal is not None else {}
+    if proposal is None or not any(vote.lost for vote in votes.values()):
+        return ""
+    # a member that had given nothing back only saw its peers go
+    said = sorted(votes.items(), key=lambda item: (not item[1].lost, item[0]))
+    why = "; ".join(f"{worker}: {vote.reason}" for worker, vote in said if not vote.ok)
+    return f"generation {proposal.generation} failed when layers of the old world had been given back: {why}"
 
 
 def committed(turn: Turn, *, won: bool) -> None:
@@ -479,6 +494,8 @@ def _last_resize(turn: Turn, outcome: str, reason: str) -> dict[str, object]:
     assert old is not None
     target, generation = _aimed(proposal)
     votes = proposal.votes.values()
+    # a joiner waits for the others at the boundary, and would count that as its own time
+    stood = [vote for worker, vote in proposal.votes.items() if worker in old.ranks]
     world = describe_world(target.layout, len(target.ranks))
     return {
         "from": {"generation": old.generation, **old.as_dict()},
@@ -490,12 +507,19 @@ def _last_resize(turn: Turn, outcome: str, reason: str) -> dict[str, object]:
         "phases": {
             "prepare_s": proposal.prepare_s,
             "arm_s": max((vote.arm_s for vote in votes), default=0.0),
-            "transfer_s": max((vote.transfer_s for vote in votes), default=0.0),
+            "transfer_s": max((vote.transfer_s for vote in stood), default=0.0),
+            "stream_s": max((vote.stream_s for vote in stood), default=0.0),
             "commit_s": max((vote.commit_s for vote in votes), default=0.0),
         },
         "bytes_moved": sum(vote.bytes_moved for vote in votes),
         "bytes_local": sum(vote.bytes_local for vote in votes),
         "peak_extra_bytes": max((vote.peak_extra_bytes for vote in votes), default=0),
+        "bytes_late": sum(vote.bytes_late for vote in votes),
+        "kept": all(vote.kept for vote in votes),
+        "verify": {
+            "mode": max((vote.verify for vote in votes), default=""),
+            "seconds": max((vote.verify_s for vote in votes), default=0.0),
+        },
     }
 
 

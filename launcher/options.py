@@ -80,6 +80,12 @@ class RunOptions:
     """the environment workers start from"""
     meeting: Meeting | None = None
     """none for a job of one node"""
+    verify: str = "full"
+    """what a resize compares: ``full``, ``sample`` or ``off``"""
+    keep: str = "auto"
+    """the old state until a resize commits: ``auto``, ``always`` or ``never``"""
+    defer: str = "nothing"
+    """what moves after the commit of a resize: ``optimizer``, or ``nothing``"""
     role: str = "default"
     fresh: bool = False
     """a new interpreter for every worker, instead of a fork of the template"""

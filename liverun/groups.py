@@ -18,7 +18,7 @@ from liverun import device as devices
 from liverun import fence
 from liverun.layout import Layout
 
-_BRIDGE_NAMES_OFFSET = 50_000
+_NAMES_OFFSETS = {"bridge": 50_000, "late": 60_000}
 """Names of bridge groups start here within a generation's range, clear of the world's own."""
 
 _MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
@@ -30,14 +30,18 @@ def connect_store(host: str, port: int, *, timeout: timedelta) -> Any:
 
 
 def open_bridge(
-    store: Any, *, generation: int, rank: int, size: int, device: torch.device, timeout: timedelta
+    store: Any, *, generation: int, rank: int, size: int, device: torch.device, timeout: timedelta,
+    name: str = "bridge",
 ) -> fence.Globals:
-    """Build the bridge; its group is ``default_pg`` of what is returned. Collective over all members."""
+    """Build the bridge; its group is ``default_pg`` of what is returned. Collective over all members.
+
+    The one called ``late`` is for what still moves when the new world is active.
+    """
     there = fence.new_globals(generation)
-    there.group_count += _BRIDGE_NAMES_OFFSET
+    there.group_count += _NAMES_OFFSETS[name]
     with fence.seen_by_this_thread(there):
         dist.init_process_group(
-            devices.backend(device), store=dist.PrefixStore("bridge", store), rank=rank, world_size=size,
+            devices.backend(device), store=dist.PrefixStore(name, store), rank=rank, world_size=size,
             timeout=timeout,
         )
     return there

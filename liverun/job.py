@@ -19,12 +19,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 
 from liverun import device as devices
 from liverun import fence, groups, messages, rng
+from liverun.changes import Choice
 from liverun.gate import Gate, Stopped
+from liverun.late import LateState, NotWhole
 from liverun.layout import Layout
 from liverun.limits import Limits
 from liverun.link import Link
@@ -32,8 +35,6 @@ from liverun.prepare import Build, Next, Preparation, Standing, world_of
 from liverun.switch import Outcome, Position, switch
 from liverun.world import Training, World
 from resharding import megatron
-
-_DEFAULT_STAGING_BYTES = 64 * 1024 * 1024
 
 ChangeCallback = Callable[[World], None]
 
@@ -90,6 +91,8 @@ class Job:
         self._worker: _Worker | None = None
         self._before_change: list[ChangeCallback] = []
         self._after_change: list[ChangeCallback] = []
+        self._lost = ""
+        self._late: LateState | None = None
         self._step_ended = time.perf_counter()
         self.training = Training(model=[])
         """the present world's model, optimizer and scheduler; the same object, and the same list, over all changes"""
@@ -117,6 +120,20 @@ class Job:
     def resume(self, *, step: int, consumed_samples: int) -> None:
         """Start from here rather than from 0: for a script that has loaded a checkpoint of its own."""
         self.next_step, self.consumed_samples = step, consumed_samples
+
+    def wait_until_whole(self) -> None:
+        """Return once all state of the present world is in place: with ``--defer optimizer``, some comes late.
+
+        An optimizer's own methods wait by themselves. This is for a script that looks into its tensors. If the state
+        does not come, the worker ends here with exit code 1.
+        """
+        if self._late is not None:
+            assert self._worker is not None
+            try:
+                self._late.wait()
+            except NotWhole as failure:
+                self._lose_optimizer(self._worker, failure)
+            self._late = None
 
     def before_change(self, callback: ChangeCallback) -> None:
         """Call ``callback(world)`` on every rank of a world at the boundary where it is about to be left."""
@@ -150,6 +167,8 @@ class Job:
         worker = self._worker
         if worker is None:
             return
+        if self._lost:
+            self._end_without_a_world(worker)
         try:
             generation = worker.gate.pass_boundary(self.next_step)
             if generation is not None:
@@ -158,18 +177,29 @@ class Job:
             print(f"liverun: worker {worker.name} ends: {stopped}", file=sys.stderr)
             raise SystemExit(0) from None
 
+    def _end_without_a_world(self, worker: _Worker) -> NoReturn:
+        """Nothing is left to train with: part of the state was given back for a world that did not come."""
+        print(f"liverun: worker {worker.name} ends: {self._lost}", file=sys.stderr)
+        raise SystemExit(1)
+
     def _change_world(self, worker: _Worker, generation: int) -> None:
         """Switch at this boundary; on return the worker is in a world, old or new. Raises ``Stopped``."""
+        self.wait_until_whole()
         released = time.perf_counter()
         for callback in self._before_change:
             callback(self.world)
         prepared = worker.take(generation)
         position = Position(step=self.next_step, consumed_samples=self.consumed_samples)
-        outcome = switch(
-            prepared, self._standing, position, device=self._device, staging_bytes=worker.staging_bytes
-        )
+        outcome = switch(prepared, self._standing, position, device=self._device)
         if not outcome.committed:
             worker.refuse(prepared, outcome)
+            if outcome.lost:
+                self._lost = (
+                    f"the change to generation {generation} failed when this rank had given layers of the old world "
+                    f"back ({outcome.reason}); start again from the last checkpoint, and if memory allows with "
+                    f"--keep always"
+                )
+                self._end_without_a_world(worker)
             worker.gate.return_to(self.next_step)
             return
         self._enter(worker, prepared, outcome)
@@ -179,8 +209,17 @@ class Job:
         )
         while self._standing is None:
             self._wait_for_rank(worker)
+        if self._after_change:
+            self.wait_until_whole()  # a callback may look into the optimizer, or save it
         for callback in self._after_change:
             callback(self.world)
+
+    def _lose_optimizer(self, worker: _Worker, failure: NotWhole) -> NoReturn:
+        self._lost = (
+            f"the optimizer's state did not follow into generation {self.world.generation} ({failure}), and no step "
+            f"was made without it; start again from the last checkpoint, and with --defer nothing"
+        )
+        self._end_without_a_world(worker)
 
     def _begin(self, worker: _Worker) -> None:
         """Wait for the first rank of this worker's life. Raises ``Stopped``."""
@@ -201,7 +240,7 @@ class Job:
 
     def _enter_prepared(self, worker: _Worker, generation: int) -> None:
         prepared = worker.take(generation)
-        outcome = switch(prepared, None, None, device=self._device, staging_bytes=worker.staging_bytes)
+        outcome = switch(prepared, None, None, device=self._device)
         if not outcome.committed:
             worker.refuse(prepared, outcome)
             return
@@ -225,6 +264,10 @@ class Job:
         else:
             fence.activate(fence.new_globals(prepared.spec.generation))
             self._rebind(Training(model=[]))
+        if prepared.late is not None:
+            self._late = prepared.late if new is not None else None
+            optimizer = new.training.optimizer if new is not None else None
+            prepared.late.start(optimizer, lambda failure: self._lose_optimizer(worker, failure))
         worker.retire(old, prepared)
 
     def _leave(self) -> None:
@@ -268,7 +311,7 @@ class _Worker:
     def __init__(self, *, build: Build, limits: Limits, layout: Layout | None, timeout: timedelta) -> None:
         self.name = os.environ["LIVERUN_WORKER"]
         self.gate = Gate()
-        self.staging_bytes = int(os.environ.get("LIVERUN_STAGING_BYTES") or _DEFAULT_STAGING_BYTES)
+        self._wish = Choice.of_environment()
         self._build = build
         self._limits = limits
         self.timeout = timeout
@@ -329,15 +372,16 @@ class _Worker:
             self.gate.offer_first(spec)
             return
         self._preparing = Preparation(
-            spec, worker=self.name, build=self._build, present=self._present(), device=self._device,
+            spec, worker=self.name, build=self._build, present=self._present(), device=self._device, wish=self._wish,
             on_ready=self._say_ready, on_failed=self._say_failed,
         )
         self._preparing.start()
 
     def _say_ready(self, ready: Next) -> None:
         self._link.send(messages.Prepared(
-            generation=ready.spec.generation, prepare_s=ready.prepare_s, bytes_moved=ready.plan.bytes_moved,
-            bytes_local=ready.plan.bytes_local))
+            generation=ready.spec.generation, prepare_s=ready.prepare_s,
+            bytes_moved=ready.plan.bytes_moved + ready.late_moved,
+            bytes_local=ready.plan.bytes_local + ready.late_local))
 
     def _say_failed(self, generation: int, reason: str) -> None:
         self._link.send(messages.Failed(generation=generation, reason=reason))
@@ -394,7 +438,8 @@ class _Worker:
     def refuse(self, prepared: Next, outcome: Outcome) -> None:
         """Say that the vote was no, and give back what was prepared."""
         self._link.send(messages.Switched(
-            generation=prepared.spec.generation, ok=False, reason=outcome.reason))
+            generation=prepared.spec.generation, ok=False, reason=outcome.reason, lost=outcome.lost,
+            kept=prepared.choice.keeps, verify=prepared.choice.verify))
         self._run_in_background(prepared.discard, "liverun-discard")
 
     def report_switched(self, prepared: Next, outcome: Outcome, *, arm_s: float, pause_s: float) -> None:
@@ -403,8 +448,11 @@ class _Worker:
         self._link.send(messages.Switched(
             generation=prepared.spec.generation, ok=True, step=outcome.position.step, arm_s=arm_s,
             transfer_s=outcome.transfer_s, commit_s=outcome.commit_s, pause_s=pause_s,
-            bytes_moved=outcome.bytes_moved, bytes_local=outcome.bytes_local,
-            peak_extra_bytes=outcome.peak_extra_bytes))
+            bytes_moved=outcome.bytes_moved + prepared.late_moved,
+            bytes_local=outcome.bytes_local + prepared.late_local,
+            peak_extra_bytes=outcome.peak_extra_bytes, kept=prepared.choice.keeps, verify=prepared.choice.verify,
+            stream_s=outcome.stream_s, verify_s=outcome.verify_s,
+            bytes_late=prepared.late_moved + prepared.late_local))
 
     def retire(self, old: Standing | None, prepared: Next) -> None:
         """Destroy the old world and the bridge in the background, then say Retired."""
@@ -432,6 +480,8 @@ class _Worker:
     def _retire(self, old: Standing | None, prepared: Next, before: list[threading.Thread]) -> None:
         for thread in before:
             thread.join()
+        if prepared.late is not None:
+            prepared.late.end()  # the old state is read until then
         # nobody closes the bridge while somebody still reads its vote; a peer that is gone has nothing left to read
         with contextlib.suppress(RuntimeError):
             prepared.bridge.default_pg.barrier().wait()

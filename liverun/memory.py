@@ -13,9 +13,20 @@ def status_bytes(field: str) -> int:
     return _field_bytes(Path("/proc/self/status"), field)
 
 
-def available_bytes() -> int:
-    """Return what the machine can still give without swapping, in bytes; 0 where it does not say."""
-    return _field_bytes(Path("/proc/meminfo"), "MemAvailable")
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return what machine and container can still give without swapping, in bytes; 0 where nobody says."""
+    of_machine = _field_bytes(Path("/proc/meminfo"), "MemAvailable")
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return of_machine
+    if limit == "max":
+        return of_machine
+    # file pages that nobody has used lately go before anything else has to
+    of_container = int(limit) - used + int(stat.get("inactive_file", 0))
+    return max(0, min(of_machine, of_container))
 
 
 def _field_bytes(path: Path, field: str) -> int:

@@ -133,7 +133,7 @@ class Armed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Switched(Message):
-    """The vote has been taken. ``ok`` false: the worker is back in the old world at the same step."""
+    """The vote has been taken. ``ok`` false: the worker is back in the old world, same step, unless ``lost``."""
 
     generation: int
     ok: bool
@@ -149,7 +149,19 @@ class Switched(Message):
     bytes_moved: int = 0
     bytes_local: int = 0
     peak_extra_bytes: int = 0
-    """growth of the process's resident high-water mark during the switch"""
+    """growth of the process's resident high-water mark during the switch, and what preparing for it had taken"""
+    kept: bool = True
+    """the old world's state was kept until the commit"""
+    lost: bool = False
+    """part of the old world's state is gone: the worker cannot go back, and ends"""
+    bytes_late: int = 0
+    """of both, what moves after the commit"""
+    verify: str = ""
+    """how much was compared: full, sample or off"""
+    stream_s: float = 0.0
+    """the part of ``transfer_s`` in which boxes moved"""
+    verify_s: float = 0.0
+    """the part of ``stream_s`` that went into comparing"""
 
 
 @dataclass(frozen=True, kw_only=True)

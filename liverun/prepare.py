@@ -7,7 +7,6 @@ In a thread of its own, while the training thread trains: the bridge, the next w
 from __future__ import annotations
 
 import functools
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,16 +16,18 @@ from datetime import timedelta
 import torch
 
 from liverun import fence, groups, rng
+from liverun.changes import Choice, Room, agree
 from liverun.hollow import Hollow
+from liverun.late import LateState, split
 from liverun.memory import available_bytes
 from liverun.messages import Member, Prepare
+from liverun.reasons import in_short
 from liverun.world import Training, World
 from resharding import boxes, listing, megatron
+from resharding.pages import is_disjoint
 from resharding.plan import RankPlan, plan_for
 
 Build = Callable[[World], Training]
-
-_SOURCE_PATH = re.compile(r"\[/\S+:\d+\]\s*")
 
 
 @dataclass(kw_only=True)
@@ -55,6 +56,12 @@ class Next:
     """where this rank's random streams are laid out to be sent; filled at the boundary"""
     incoming: dict[str, torch.Tensor]
     """where the streams of this rank's new role arrive; empty where streams are seeded anew"""
+    choice: Choice
+    """how the state moves: what all members have agreed on"""
+    late: LateState | None
+    """the part of the state that moves after the commit"""
+    touched_bytes: int
+    """memory of the new stack that the system has found already, beside the training"""
     prepare_s: float
 
     def give_up_bridge(self) -> None:
@@ -62,25 +69,54 @@ class Next:
         fence.destroy(self.bridge.groups)
         self.bridge.default_pg = None
 
+    @property
+    def late_moved(self) -> int:
+        """Bytes that this rank receives after the commit."""
+        return self.late.plan.bytes_received if self.late else 0
+
+    @property
+    def late_local(self) -> int:
+        """Bytes that this rank copies after the commit."""
+        return self.late.plan.bytes_local if self.late else 0
+
     def discard(self) -> None:
         """Give back everything that was built for the change."""
         self.give_up_bridge()
+        if self.late is not None:
+            self.late.give_up()
         if self.standing is not None:
             fence.destroy(self.standing.globals.groups)
 
 
-def _touch(holding: boxes.Holding) -> None:
+def _touch(holding: boxes.Holding) -> int:
     """Let the operating system find the pages now, beside the training, rather than in the pause.
 
-    The old state is kept until the commit, so the pages are needed beside it in any case. Where they could be short,
-    they are left to the moment they are written.
+    For an old state that is kept until the commit: the pages are needed beside it in any case. Where they could be
+    short, they are left to the moment they are written. Returns the bytes written.
     """
-    storages = {view.untyped_storage().data_ptr(): view for view in (piece.view() for piece in holding.pieces)}
-    views = [view for view in storages.values() if view.device.type == "cpu"]
-    if sum(view.untyped_storage().nbytes() for view in views) > available_bytes() // 4:
-        return
+    views = [view for view in _storages(holding).values() if view.device.type == "cpu"]
+    num_bytes: int = sum(view.untyped_storage().nbytes() for view in views)
+    if num_bytes > available_bytes() // 4:
+        return 0
     for view in views:
         torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).zero_()
+    return num_bytes
+
+
+def _storages(holding: boxes.Holding) -> dict[int, torch.Tensor]:
+    return {view.untyped_storage().data_ptr(): view for view in (piece.view() for piece in holding.pieces)}
+
+
+def _room(host: str, source: boxes.Holding, target: boxes.Holding) -> Room:
+    """Say what the new state takes here, and whether the old one can make room for it layer by layer.
+
+    Weights tell: optimizer state, which may not exist before the first step, is made anew for every world.
+    """
+    weights = boxes.Holding.of([piece for piece in source.pieces if piece.box.key.startswith("weight/")])
+    old, new = _storages(weights), _storages(target)
+    on_host = all(view.device.type == "cpu" for view in (*old.values(), *new.values()))
+    frees = on_host and not old.keys() & new.keys() and is_disjoint(weights)
+    return Room(host=host, needed_bytes=target.nbytes, available_bytes=available_bytes(), frees=frees)
 
 
 def moves_streams(spec: Prepare, present: World | None) -> bool:
@@ -100,10 +136,12 @@ class Preparation:
         build: Build,
         present: Standing | None,
         device: torch.device,
+        wish: Choice,
         on_ready: Callable[[Next], None],
         on_failed: Callable[[int, str], None],
     ) -> None:
         self.spec = spec
+        self._wish = wish
         self._worker = worker
         self._build = build
         self._present = present
@@ -187,22 +225,51 @@ class Preparation:
             outgoing = {name: torch.empty_like(state) for name, state in rng.capture().items()}
             source = boxes.Holding.of([*source.pieces, *_stream_pieces(outgoing, me.old_rank)])
         # every member has to ask the same question: a joiner cannot know the layout that was, so rank 0 says
-        names = groups.allgather_json(
-            bridge.default_pg, {name: len(state) for name, state in outgoing.items()} if with_streams else {}, device
+        said = groups.allgather_json(
+            bridge.default_pg,
+            {
+                "streams": {name: len(state) for name, state in outgoing.items()} if with_streams else {},
+                "wish": self._wish.as_dict(),
+                "room": _room(me.host, source, target).as_dict(),
+            },
+            device,
         )
+        choice = agree([Choice(**one["wish"]) for one in said], [Room(**one["room"]) for one in said])
+        touched_bytes = _touch(standing.holding) if standing and choice.keeps else 0
+        names = [one["streams"] for one in said]
+        late_source = late_target = boxes.Holding.of([])
+        if choice.defer == "optimizer":
+            source, late_source = split(source)
+            target, late_target = split(target)
         if me.rank is not None:
             role = next((i for i, m in enumerate(spec.members) if m.old_rank == me.rank), None)
             sizes = names[role] if role is not None and all(_old(names, spec)) else {}
             incoming = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
             target = boxes.Holding.of([*target.pieces, *_stream_pieces(incoming, me.rank)])
-        old, new = listing.exchange(
-            lambda data: groups.allgather_bytes(bridge.default_pg, data, device), place,
-            listing.listing_of(source), listing.listing_of(target),
-        )
-        made_plan = plan_for(place, old, new, [member.host for member in spec.members])
+
+        def plan(source: boxes.Holding, target: boxes.Holding) -> RankPlan:
+            old, new = listing.exchange(
+                lambda data: groups.allgather_bytes(bridge.default_pg, data, device), place,
+                listing.listing_of(source), listing.listing_of(target),
+            )
+            return plan_for(place, old, new, [member.host for member in spec.members])
+
+        late = None
+        if choice.defer == "optimizer":
+            late_bridge = groups.open_bridge(
+                store, generation=spec.generation, rank=place, size=len(spec.members), device=device, timeout=limit,
+                name="late",
+            )
+            made.append(late_bridge)
+            late = LateState(
+                bridge=late_bridge, plan=plan(late_source, late_target), source=late_source, target=late_target,
+                choice=choice, device=device, generation=spec.generation,
+            )
+        made_plan = plan(source, target)
         return Next(
             spec=spec, bridge=bridge, standing=standing, plan=made_plan, source=source, target=target,
-            outgoing=outgoing, incoming=incoming, prepare_s=time.perf_counter() - started,
+            outgoing=outgoing, incoming=incoming, choice=choice, late=late, touched_bytes=touched_bytes,
+            prepare_s=time.perf_counter() - started,
         )
 
     def _build_beside(self, spec: Prepare, me: Member, there: fence.Globals, store: object) -> Standing:
@@ -219,7 +286,6 @@ class Preparation:
                 megatron.materialize_optimizer_state(training.optimizer, empty=True)
             holding = megatron.holding_of(training.model, training.optimizer)
             hollow.check_buffers(training.model, (piece.view() for piece in holding.pieces))
-            _touch(holding)
         return Standing(world=world, globals=there, training=training, holding=holding)
 
 
@@ -249,10 +315,3 @@ def _stream_pieces(streams: dict[str, torch.Tensor], role: int) -> list[boxes.Pi
 
 def _itself(state: torch.Tensor) -> torch.Tensor:
     return state
-
-
-def in_short(error: BaseException) -> str:
-    """Put an error into one line: gloo's come with a source path before them and advice behind."""
-    line = (str(error).strip() or "no message").splitlines()[0]
-    line = _SOURCE_PATH.sub("", line).partition(" This is typically caused by")[0]
-    return f"{type(error).__name__}: {line}"

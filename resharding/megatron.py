@@ -102,6 +102,13 @@ def settle(model_chunks: Sequence[torch.nn.Module]) -> None:
             chunk.enable_forward_pre_hook()
 
 
+def gradient_buffers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield DDP's flat gradient buffers: what a step accumulates into, and nobody needs at a boundary."""
+    for chunk in model_chunks:
+        for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
+            yield buffer.grad_data
+
+
 def misfit_of(model_chunks: Sequence[torch.nn.Module], sizes: Mapping[str, int]) -> str | None:
     """Say in one sentence why this model cannot be split so, or ``None`` if it can.
 
@@ -149,7 +156,7 @@ def materialize_optimizer_state(optimizer: Any, *, empty: bool = False) -> None:
     zero, or uninitialised with ``empty``. State that exists is left as it is. Other optimizers: raises
     ``Unsupported`` unless their state exists or they keep none (plain SGD).
     """
-    for leaf in _leaves(optimizer):
+    for leaf in leaves(optimizer):
         for group in leaf.optimizer.param_groups:
             for param in group["params"]:
                 if not leaf.optimizer.state.get(param):
@@ -166,7 +173,7 @@ def common_state(optimizer: Any) -> dict[str, Any]:
     """
     groups: dict[str, dict[str, Any]] = {}
     scaler: dict[str, Any] = {}
-    for leaf in _leaves(optimizer):
+    for leaf in leaves(optimizer):
         for group in leaf.optimizer.param_groups:
             fields = {name: _plain(group[name]) for name in SCHEDULED_FIELDS if name in group}
             fields["step"] = _step_of(leaf.optimizer, group)
@@ -198,7 +205,7 @@ def load_common_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
     Raises ``ValueError`` if a group of this optimizer is not in it.
     """
-    for leaf in _leaves(optimizer):
+    for leaf in leaves(optimizer):
         for group in leaf.optimizer.param_groups:
             name = _group_name(group)
             if name not in state["groups"]:
@@ -451,11 +458,14 @@ class _Shard:
     group: dict[str, Any]
 
 
-def _leaves(optimizer: Any) -> Iterator[Any]:
-    """Yield the Megatron optimizers that wrap one torch optimizer each; empty ones are left out."""
+def leaves(optimizer: Any) -> Iterator[Any]:
+    """Yield the Megatron optimizers that wrap one torch optimizer each; empty ones are left out.
+
+    Raises ``Unsupported`` for one whose state cannot be moved.
+    """
     if isinstance(optimizer, ChainedOptimizer):
         for inner in optimizer.chained_optimizers:
-            yield from _leaves(inner)
+            yield from leaves(inner)
         return
     if getattr(optimizer, "is_stub_optimizer", False):
         return
@@ -471,7 +481,7 @@ def _leaves(optimizer: Any) -> Iterator[Any]:
 
 
 def _shards(optimizer: Any) -> Iterator[_Shard]:
-    for leaf in _leaves(optimizer):
+    for leaf in leaves(optimizer):
         if isinstance(leaf, DistributedOptimizer):
             yield from _shards_of_distributed(leaf)
         elif isinstance(leaf, Float16OptimizerWithFloat16Params):
@@ -638,7 +648,7 @@ def _fresh_state(
 def _optimizer_state(optimizer: Any, parts_of: Mapping[int, Sequence[_Part]]) -> Iterator[Piece]:
     """Yield the pieces of every shard; those of one buffer together, described by how the buffer is cut."""
     buffer_of: dict[int, tuple[Any, Any]] = {}
-    for leaf in _leaves(optimizer):
+    for leaf in leaves(optimizer):
         if isinstance(leaf, DistributedOptimizer):
             for buffer in leaf.buffers:
                 buffer_of.update({id(param): (leaf, buffer) for param in buffer.params})

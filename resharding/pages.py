@@ -11,6 +11,8 @@ import mmap
 
 import torch
 
+from resharding.boxes import Holding
+
 _DONTNEED = 4
 """``MADV_DONTNEED`` of Linux"""
 
@@ -53,6 +55,26 @@ class PageReturner:
             if self._madvise(first, last - first, _DONTNEED):
                 raise OSError(ctypes.get_errno(), f"memory of {last - first} bytes could not be given back")
             self.num_bytes += last - first
+
+
+def is_disjoint(holding: Holding) -> bool:
+    """Whether no element of a holding belongs to two pieces: only then can pieces be released one by one.
+
+    Pieces that are strided are never given back, and may lie interleaved with each other.
+    """
+    spans = []
+    for piece in holding.pieces:
+        view = piece.view()
+        if view.numel():
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+            start = view.data_ptr()
+            spans.append((start, start + extent * view.element_size(), view.is_contiguous()))
+    ends = {True: 0, False: 0}
+    for start, end, is_contiguous in sorted(spans):
+        if start < (max(ends.values()) if is_contiguous else ends[True]):
+            return False
+        ends[is_contiguous] = max(ends[is_contiguous], end)
+    return True
 
 
 def _up(address: int) -> int:

@@ -7,8 +7,8 @@ Protocol between ``N`` ranks that run ``execute`` with plans of the same assignm
    the same list of sizes: small slices share a message, a large one has messages of its own.
 2. Message ``k`` from ``s`` to ``t`` belongs to slot ``(k, (t - s) mod N)``. In a slot a rank sends at most
    one message and receives at most one. Slots are passed in ascending order.
-3. At most two slots are under way on a rank; before the third starts, the first has ended and is unpacked. So
-   the packing of one slot overlaps the wire of the one before.
+3. At most ``WINDOW`` slots are under way on a rank, and only as many as find room in the staging; before one more
+   starts, the first has ended and is unpacked. So the packing of one slot overlaps the wire of those before.
 
 No pattern can hang: of all unfinished messages, the one in the lowest slot has been posted by both its ends,
 since all they wait for lies in lower slots. Within a slot, operations are posted in the order of the sending
@@ -16,10 +16,11 @@ rank, so this also holds for a transport that runs them strictly one after the o
 
 With ``keep=False`` layers move one after the other, in the plan's order and on all ranks alike: slots are
 ``(layer, k, (t - s) mod N)``, all of a layer have ended on a rank before it begins with the next, and then the
-layer's sources are given back.
+layer's sources are given back. Before the first of them is, every rank has moved and checked the first layer, and
+asks once whether that is to be.
 
 With ``verify``, the digest of everything sent is taken as it is sent, and of everything received as it then lies in
-the state; in slots after all others the senders' digests follow, and each receiver compares.
+the state; in slots after all others of the layer the senders' digests follow, and each receiver compares.
 """
 
 from __future__ import annotations
@@ -38,15 +39,19 @@ from resharding.boxes import Box, Holding, flat_range_boxes
 from resharding.coverage import check_coverage
 from resharding.digest import bound, digest
 from resharding.plan import Copy, Cut, Fill, RankPlan, Transfer
+from resharding.staging import ALIGN_BYTES, Staging
 
-ALIGN_BYTES = 16
-"""Every slice starts at a multiple of this in a message, so that it can be read as its own element type."""
-NUM_BUFFERS = 4
-"""Two to send from, two to receive into."""
-
+NUM_CHUNKS = 4
+"""The staging holds two of the largest messages to send, and two that arrive."""
+WINDOW = 16
+"""Slots under way at most."""
+DIRECT_BYTES = 256 * 1024
+"""A slice of at least this size is a message of its own, and skips staging where it lies contiguous."""
 
 SAMPLE = 8
 """``verify="sample"`` looks at one in so many slices."""
+FIRST_LAYER = 0
+"""The turn of the layer that moves first, over all ranks."""
 
 Verify = Literal["full", "sample", "off"]
 
@@ -156,7 +161,7 @@ class _Message:
 
 _Slot = tuple[int, int, int]
 _LAST = 2**62
-"""The layer of digests: they come after all others."""
+"""Messages of digests count from here: they come after all others of their layer."""
 _DIGEST_BYTES = 8
 
 
@@ -170,6 +175,7 @@ def execute(
     verify: Verify = "full",
     keep: bool = True,
     claim: Callable[[int], object] | None = None,
+    before_release: Callable[[], object] | None = None,
     release: Callable[[int], object] | None = None,
 ) -> StreamReport:
     """Write every target piece of this rank, and serve the others; all ranks of the plan call it together.
@@ -184,16 +190,18 @@ def execute(
     (see ``order``): ``claim`` is called with the index of a target piece before its layer is written, ``release``
     with that of a source piece once its last reader, here or elsewhere, has it. If storage is given back there (see
     ``pages.PageReturner``), a rank holds no more than the larger of its two states, the largest layer and the
-    staging; and from the first release on there is no way back.
+    staging; and from the first release on there is no way back. So ``before_release`` is called once on every rank,
+    also on one that holds nothing, after the layer that is the first of all has moved and before anything is
+    released: ranks may vote there. What it raises ends the stream with every source whole.
 
     Raises ``ValueError`` for less staging than 64 bytes, and before anything moves ``NotCovered`` if the plan does
-    not write each element of ``target`` exactly once; ``Damaged`` after everything has moved; and whatever the
-    transport raises. The target is then undefined, and the source untouched but for what was released. Transfers
-    posted before stay posted, so the transport's group has to be given up.
+    not write each element of ``target`` exactly once; ``Damaged`` after everything, or without ``keep`` the layer,
+    has moved; and whatever the transport raises. The target is then undefined, and the source untouched but for what
+    was released. Transfers posted before stay posted, so the transport's group has to be given up.
     """
-    chunk_bytes = staging_bytes // NUM_BUFFERS // ALIGN_BYTES * ALIGN_BYTES
+    chunk_bytes = staging_bytes // NUM_CHUNKS // ALIGN_BYTES * ALIGN_BYTES
     if chunk_bytes < ALIGN_BYTES:
-        raise ValueError(f"staging of {staging_bytes} bytes is less than {NUM_BUFFERS * ALIGN_BYTES}")
+        raise ValueError(f"staging of {staging_bytes} bytes is less than {NUM_CHUNKS * ALIGN_BYTES}")
     started = time.perf_counter()
     check_coverage(plan, [piece.box for piece in target.pieces])
     checks = _Checks(verify)
@@ -216,12 +224,12 @@ def execute(
                 checks.copied(copy, here, there, target.pieces[copy.target.piece].box)
             local_s += time.perf_counter() - copying
             wire.run(layer)
+            checks.raise_if_damaged()
+            if layer == FIRST_LAYER and not keep and before_release is not None:
+                before_release()
             if release is not None:
                 for piece in layers.sources[layer]:
                     release(piece)
-        wire.run(_LAST)
-        wire.compare()
-    checks.raise_if_damaged()
     return StreamReport(
         bytes_moved=plan.bytes_received,
         bytes_sent=plan.bytes_sent,
@@ -253,7 +261,7 @@ class _Layers:
         for layers, found in ((self._of_source, self.sources), (self._of_target, self.targets)):
             for piece, layer in enumerate(layers):
                 found[layer].append(piece)
-        self.order = sorted({*self._of_source, *self._of_target})
+        self.order = sorted({FIRST_LAYER, *self._of_source, *self._of_target})
 
     def of(self, transfer: Transfer, *, is_send: bool) -> int:
         """Return the layer of a transfer."""
@@ -267,16 +275,22 @@ class _Checks:
         self._every = {"full": 1, "sample": SAMPLE, "off": 0}[verify]
         self.seconds = 0.0
         self.num_bytes = 0
-        self.num_digests: dict[tuple[int, bool], int] = defaultdict(int)
+        self.num_digests: dict[tuple[int, int, bool], int] = defaultdict(int)
+        """by layer and peer, and whether this rank sends them"""
         self._sent: dict[int, list[int]] = defaultdict(list)
         self._arrived: dict[int, list[tuple[int, str]]] = defaultdict(list)
         self._damaged: list[str] = []
         self._num_copies = 0
 
-    def plan(self, peer: int, parts: Iterable[_Part], *, is_send: bool) -> None:
-        """Note how many digests will go to a peer, or come from it."""
+    def plan(self, layer: int, peer: int, parts: Iterable[_Part], *, is_send: bool) -> None:
+        """Note how many digests of a layer will go to a peer, or come from it."""
         if self._every:
-            self.num_digests[peer, is_send] += sum(part.number % self._every == 0 for part in parts)
+            self.num_digests[layer, peer, is_send] += sum(part.number % self._every == 0 for part in parts)
+
+    def next_layer(self) -> None:
+        """Begin with a layer: digests are compared layer by layer."""
+        self._sent.clear()
+        self._arrived.clear()
 
     def wants(self, part: _Part) -> bool:
         """Tell whether a part is looked at; both ends say the same."""
@@ -310,11 +324,11 @@ class _Checks:
         self.seconds += time.perf_counter() - started
 
     def digests_for(self, peer: int) -> list[int]:
-        """Return what was sent to a peer, in the order in which it arrives there."""
+        """Return what was sent of this layer to a peer, in the order in which it arrives there."""
         return self._sent[peer]
 
     def compare(self, peer: int, sent: Sequence[int]) -> None:
-        """Compare what arrived from a peer with its digests."""
+        """Compare what arrived of this layer from a peer with its digests."""
         for value, (found, name) in zip(sent, self._arrived[peer], strict=True):
             if value != found:
                 self._damaged.append(f"{name} did not arrive from rank {peer} as it was sent")
@@ -339,8 +353,22 @@ def _named(box: Box, cut: Cut) -> str:
     return f"{box.key}: the slice at {offset} of shape {cut.shape}"
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """A slot whose operations are posted."""
+
+    works: tuple[Work, ...]
+    received: _Message | None
+    data: torch.Tensor | None
+    """where it arrives"""
+    is_packed: bool
+    """what is sent lies in the staging"""
+    is_staged: bool
+    """what arrives lies in the staging, and is still to be unpacked"""
+
+
 class _Wire:
-    """The slots of one rank, run in order with at most two of them under way."""
+    """The slots of one rank, run in order with a few of them under way."""
 
     def __init__(
         self,
@@ -362,58 +390,64 @@ class _Wire:
         self._recvs = _slots(plan, plan.recvs, target, chunk_bytes, layers, sign=-1)
         self.num_messages = len(self._sends) + len(self._recvs)
         for messages, is_send, sign in ((self._sends, True, 1), (self._recvs, False, -1)):
-            for message in messages.values():
-                checks.plan(message.peer, message.parts, is_send=is_send)
-            for (peer, sends), count in list(checks.num_digests.items()):
+            for (layer, *_), message in messages.items():
+                checks.plan(layer, message.peer, message.parts, is_send=is_send)
+            for (layer, peer, sends), count in checks.num_digests.items():
                 if sends == is_send:
-                    messages.update(_digest_slots(plan, peer, count, chunk_bytes, sign))
-        self._out = self._buffers(self._sends)
-        self._in = self._buffers(self._recvs)
-        self.allocated_bytes = sum(buffer.numel() for buffer in (*self._out, *self._in))
+                    messages.update(_digest_slots(plan, layer, peer, count, chunk_bytes, sign=sign))
+        self._out, self._in = (
+            Staging(min(2 * chunk_bytes, sum(_up(message.nbytes) for message in messages.values())), transport.device)
+            for messages in (self._sends, self._recvs)
+        )
+        self.allocated_bytes = self._out.num_bytes + self._in.num_bytes
         self.num_direct = 0
-        self._num_sent = self._num_received = 0
         self._by_layer: dict[int, list[_Slot]] = defaultdict(list)
         for slot in sorted(self._sends.keys() | self._recvs.keys()):
             self._by_layer[slot[0]].append(slot)
         self._digests: dict[int, list[int]] = defaultdict(list)
 
-    def _buffers(self, messages: dict[_Slot, _Message]) -> list[torch.Tensor]:
-        largest = max((message.nbytes for message in messages.values()), default=0)
-        count = min(len(messages), NUM_BUFFERS // 2)
-        return [torch.empty(largest, dtype=torch.uint8, device=self._transport.device) for _ in range(count)]
-
     def run(self, layer: int) -> None:
-        """Pass every slot of a layer."""
-        under_way: deque[tuple[list[Work], _Message | None, torch.Tensor | None, bool]] = deque()
+        """Pass every slot of a layer, and compare what arrived with what was sent."""
+        self._checks.next_layer()
+        self._digests.clear()
+        under_way: deque[_UnderWay] = deque()
         for slot in self._by_layer[layer]:
-            if len(under_way) == NUM_BUFFERS // 2:
-                self._finish(*under_way.popleft())
-            sent, received = self._sends.get(slot), self._recvs.get(slot)
-            outgoing = incoming = landing = None
-            if sent is not None:
-                outgoing = self._packed(sent, self._out[self._num_sent % len(self._out)])
-                self._num_sent += 1
-            if received is not None:
-                landing = self._direct(self._target, received)
-                incoming = landing
-                if landing is None:
-                    incoming = self._in[self._num_received % len(self._in)][: received.nbytes]
-                self._num_received += 1
-            works: list[Work] = []
-            sends_first = received is None or self._rank < received.peer
-            for is_send in (sends_first, not sends_first):
-                if is_send and sent is not None and outgoing is not None:
-                    works.append(self._transport.isend(outgoing, sent.peer))
-                elif not is_send and received is not None and incoming is not None:
-                    works.append(self._transport.irecv(incoming, received.peer))
-            under_way.append((works, received, incoming, landing is not None))
+            if len(under_way) == WINDOW:
+                self._finish(under_way.popleft())
+            under_way.append(self._post(self._sends.get(slot), self._recvs.get(slot), under_way))
         while under_way:
-            self._finish(*under_way.popleft())
-
-    def compare(self) -> None:
-        """Compare what arrived with what was sent, once all digests are here."""
+            self._finish(under_way.popleft())
         for peer, digests in self._digests.items():
             self._checks.compare(peer, digests)
+
+    def _post(self, sent: _Message | None, received: _Message | None, under_way: deque[_UnderWay]) -> _UnderWay:
+        """Start what a slot sends and receives; slots under way are finished until there is room for it."""
+        outgoing = incoming = None
+        is_packed = is_staged = False
+        if sent is not None:
+            outgoing = self._direct(self._source, sent)
+            is_packed = outgoing is None
+            if outgoing is None:
+                outgoing = self._room(self._out, sent, under_way)
+            self._pack(sent, outgoing, is_packed=is_packed)
+        if received is not None:
+            incoming = self._direct(self._target, received)
+            is_staged = incoming is None
+            if incoming is None:
+                incoming = self._room(self._in, received, under_way)
+        works: list[Work] = []
+        sends_first = received is None or self._rank < received.peer
+        for is_send in (sends_first, not sends_first):
+            if is_send and sent is not None and outgoing is not None:
+                works.append(self._transport.isend(outgoing, sent.peer))
+            elif not is_send and received is not None and incoming is not None:
+                works.append(self._transport.irecv(incoming, received.peer))
+        return _UnderWay(tuple(works), received, incoming, is_packed, is_staged)
+
+    def _room(self, staging: Staging, message: _Message, under_way: deque[_UnderWay]) -> torch.Tensor:
+        while (room := staging.take(message.nbytes)) is None:
+            self._finish(under_way.popleft())
+        return room
 
     def _direct(self, holding: Holding, message: _Message) -> torch.Tensor | None:
         """Return the message as bytes of the state's own storage, or ``None`` where they do not lie so."""
@@ -427,52 +461,52 @@ class _Wire:
         at = tensor.storage_offset() + part.first  # view(-1) would keep an odd stride of an axis of size 1
         return tensor.as_strided((part.last - part.first,), (1,), at).view(torch.uint8)
 
-    def _packed(self, message: _Message, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the message's bytes, from the storage itself or gathered into ``buffer``."""
+    def _pack(self, message: _Message, data: torch.Tensor, *, is_packed: bool) -> None:
+        """Gather a message into ``data``, unless it lies there as it is, and take its digests."""
         if message.digests is not None:
-            return self._packed_digests(message, buffer)
-        data = self._direct(self._source, message)
-        if data is None:
-            data = buffer[: message.nbytes]
-            for part in message.parts:
-                for staged, live in _mapped(buffer, part, self._source):
-                    staged.copy_(live)
+            numbers = self._checks.digests_for(message.peer)[slice(*message.digests)]
+            raw = b"".join(number.to_bytes(_DIGEST_BYTES, "little") for number in numbers)
+            data.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+            return
         for part in message.parts:
+            if is_packed:
+                for staged, live in _mapped(data, part, self._source):
+                    staged.copy_(live)
             if self._checks.wants(part):
                 box = self._source.pieces[part.transfer.cut.piece].box
                 self._checks.sent(message.peer, part, box, data[part.at : part.at + part.nbytes])
-        return data
 
-    def _packed_digests(self, message: _Message, buffer: torch.Tensor) -> torch.Tensor:
-        assert message.digests is not None
-        numbers = self._checks.digests_for(message.peer)[slice(*message.digests)]
-        raw = b"".join(number.to_bytes(_DIGEST_BYTES, "little") for number in numbers)
-        buffer[: message.nbytes].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-        return buffer[: message.nbytes]
-
-    def _finish(
-        self, works: list[Work], message: _Message | None, data: torch.Tensor | None, in_place: bool
-    ) -> None:
-        """Wait for a slot, then scatter what arrived in ``data``, unless it arrived ``in_place``."""
-        for work in works:
+    def _finish(self, slot: _UnderWay) -> None:
+        """Wait for a slot, scatter what arrived in the staging, and give its room back."""
+        for work in slot.works:
             work.wait()
-        if message is None or data is None:
-            return
+        if slot.is_packed:
+            self._out.give_back()
+        if slot.received is not None and slot.data is not None:
+            self._unpack(slot.received, slot.data, is_staged=slot.is_staged)
+            if slot.is_staged:
+                self._in.give_back()
+
+    def _unpack(self, message: _Message, data: torch.Tensor, *, is_staged: bool) -> None:
         if message.digests is not None:
             raw = bytes(data.tolist())
             numbers = (raw[i : i + _DIGEST_BYTES] for i in range(0, len(raw), _DIGEST_BYTES))
             self._digests[message.peer].extend(int.from_bytes(number, "little") for number in numbers)
             return
         for part in message.parts:
-            if not in_place:
+            if is_staged:
                 for staged, live in _mapped(data, part, self._target):
                     live.copy_(staged)
             if self._checks.wants(part):
-                if not in_place:  # read back what lies in the state now
+                if is_staged:  # read back what lies in the state now
                     for staged, live in _mapped(data, part, self._target):
                         staged.copy_(live)
                 box = self._target.pieces[part.transfer.cut.piece].box
                 self._checks.arrived(message.peer, part, box, data[part.at : part.at + part.nbytes])
+
+
+def _up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _slice(holding: Holding, cut: Cut) -> torch.Tensor:
@@ -546,7 +580,7 @@ def _messages(
         itemsize = holding.pieces[transfer.cut.piece].box.itemsize_bytes
         numel = transfer.nbytes // itemsize
         room = chunk_bytes // itemsize
-        if transfer.nbytes * 2 > chunk_bytes:  # large: messages of its own, which may skip staging
+        if transfer.nbytes >= DIRECT_BYTES or transfer.nbytes * 2 > chunk_bytes:  # messages of its own
             for first in range(0, numel, room):
                 last = min(first + room, numel)
                 yield _message(peer, [_Part(transfer, first, last, 0, (last - first) * itemsize, number)])
@@ -557,18 +591,20 @@ def _messages(
             shared, filled = [], 0
         shared.append(_Part(transfer, 0, numel, filled, transfer.nbytes, number))
         number += 1
-        filled = -(-(filled + transfer.nbytes) // ALIGN_BYTES) * ALIGN_BYTES
+        filled = _up(filled + transfer.nbytes)
     if shared:
         yield _message(peer, shared)
 
 
-def _digest_slots(plan: RankPlan, peer: int, count: int, chunk_bytes: int, sign: int) -> dict[_Slot, _Message]:
-    """Return the messages with the digests of one pair, in slots after all others."""
+def _digest_slots(
+    plan: RankPlan, layer: int, peer: int, count: int, chunk_bytes: int, *, sign: int
+) -> dict[_Slot, _Message]:
+    """Return the messages with the digests of one pair and layer, in slots after all others of the layer."""
     room = chunk_bytes // _DIGEST_BYTES
     found = {}
     for index, first in enumerate(range(0, count, room)):
         last = min(first + room, count)
-        slot = (_LAST, index, sign * (peer - plan.rank) % plan.num_ranks)
+        slot = (layer, _LAST + index, sign * (peer - plan.rank) % plan.num_ranks)
         found[slot] = _Message(peer, (), (last - first) * _DIGEST_BYTES, (first, last))
     return found
 

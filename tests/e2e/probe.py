@@ -12,7 +12,12 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
 ``steps_per_change`` slow steps down while fewer than ``step / steps_per_change`` changes have been seen, so that a
                   run of few steps holds many changes whatever the machine's speed
 ``hang_in_build`` a generation in whose build this worker stops for good, if it joins
-``fail_stream``   a rank of the first world whose first stream fails
+``fail_stream``   a rank of the first world whose first stream fails before it has begun
+``fail_release``  a rank whose first stream fails when it has given so many pieces of its old state back: [rank, pieces]
+``late``          with ``--defer optimizer``: let the optimizer's state set out only when the first forward and backward of
+                  the new world have run; of workers it names, ``fail`` or ``kill`` their part of it then
+``no_hooks``      register no hooks
+``memory``        write down what the process holds around every change
 ``announce``      touch this file when a joiner builds
 """
 
@@ -39,6 +44,8 @@ import liverun  # noqa: E402
 from liverun import fence  # noqa: E402
 from resharding import stream  # noqa: E402
 
+NUM_BYTES = 12
+"""of a parameter: fp32 and Adam's two moments"""
 OPTIONS = json.loads(os.environ.get("PROBE", "{}"))
 OUT = Path(sys.argv.pop(1))
 
@@ -48,13 +55,13 @@ class Probe:
 
     def __init__(self, job, args, valid):
         self.job, self.args, self.valid = job, args, valid
-        self.num_changes = 0
-        job.before_change(lambda world: self.look("before", world))
-        job.after_change(lambda world: self.look("after", world))
+        self.resident = 0
+        if not OPTIONS.get("no_hooks"):
+            job.before_change(lambda world: self.look("before", world))
+            job.after_change(lambda world: self.look("after", world))
 
     def look(self, when, world):
-        if when == "after":
-            self.num_changes = world.generation - 1
+        self.job.wait_until_whole()
         record = {
             "when": when,
             "generation": world.generation,
@@ -66,6 +73,8 @@ class Probe:
         }
         if OPTIONS.get("evaluate"):
             record["eval_loss"] = train.evaluate(self.args, self.job.training.model, self.valid, self.as_step(world))
+        if OPTIONS.get("memory"):
+            record["memory"] = self.memory(when)
         if OPTIONS.get("dump_state"):
             folder = OUT / "state" / f"{world.generation}" / when
             folder.mkdir(parents=True, exist_ok=True)
@@ -121,6 +130,26 @@ class Probe:
             assert all(torch.equal(before[key], after[key]) for key in before), "optimizer differs after a reload"
         train.append_line(OUT / "reloads.jsonl", {"generation": world.generation, "rank": world.rank})
 
+    def memory(self, when):
+        """Bytes: state and gradients by their tensors, and what the system says of the process."""
+        if when == "before":
+            self.resident = resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
+        params = [param for chunk in self.job.training.model for param in chunk.parameters()]
+        moments = [state[name] for state in self.adam_states() for name in ("exp_avg", "exp_avg_sq")]
+        buffers = [buffer.grad_data for chunk in self.job.training.model for buffer in chunk.buffers]
+        layers = [
+            sum(param.numel() for param in layer.parameters()) * NUM_BYTES
+            for chunk in self.job.training.model for layer in chunk.module.decoder.layers
+        ]
+        return {
+            "state": sum(tensor.nbytes for tensor in (*params, *moments)),
+            "gradients": sum(buffer.nbytes for buffer in buffers),
+            "layer": max(layers),
+            "resident_before": self.resident,
+            "most_resident": resident("VmHWM"),
+        }
+
     def adam_states(self):
         optimizer = self.job.training.optimizer
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -138,16 +167,70 @@ class Probe:
         }
 
 
-def fail_once(real_execute):
-    """Make the first stream of the rank that ``PROBE`` names fail before it has begun, while its peers wait."""
-    failures = iter(["the network card fell out"] if os.environ.get("RANK") == str(OPTIONS["fail_stream"]) else [])
+def resident(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
-    def execute(*arguments):
+
+def fail_once(real_execute):
+    """Make the first stream of the rank that ``PROBE`` names fail, while its peers wait: before it, or in the middle."""
+    rank, num_pieces = OPTIONS.get("fail_release", [OPTIONS.get("fail_stream"), 0])
+    failures = iter(["the network card fell out"] if os.environ.get("RANK") == str(rank) else [])
+
+    def execute(*arguments, **options):
+        if num_pieces:
+            release, released = options["release"], []
+
+            def released_or_failed(piece):
+                release(piece)
+                released.append(piece)
+                if len(released) == num_pieces:
+                    for failure in failures:
+                        raise OSError(failure)
+
+            return real_execute(*arguments, **options | {"release": released_or_failed})
         for failure in failures:
             raise OSError(failure)
-        return real_execute(*arguments)
+        return real_execute(*arguments, **options)
 
     return execute
+
+
+class Held:
+    """Holds the optimizer's state back until a step of the new world has run forward and backward."""
+
+    def __init__(self):
+        self.computed = threading.Event()
+        self.has_set_out = False
+
+    def execute(self, real_execute, *arguments, **options):
+        if not threading.current_thread().name.startswith("liverun-late-"):
+            self.computed.clear()
+            self.has_set_out = False
+            return real_execute(*arguments, **options)
+        if arguments[2].pieces:  # a leaver computes nothing, and sends into the void until somebody receives
+            assert self.computed.wait(60), "the first step waited for the optimizer's state"
+        self.has_set_out = True
+        how = OPTIONS["late"].get(os.environ["LIVERUN_WORKER"])
+        if how == "fail":
+            raise OSError("the network card fell out")
+        if how == "kill":
+            deadline = time.monotonic() + 60
+            while not (OUT / "late.jsonl").exists() or '"generation": 2' not in (OUT / "late.jsonl").read_text():
+                assert time.monotonic() < deadline, "the new world computed nothing"
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real_execute(*arguments, **options)
+
+    def forward_backward(self, real, *arguments, **options):
+        result = real(*arguments, **options)
+        step = arguments[4]
+        train.append_line(
+            OUT / "late.jsonl",
+            {"step": step.index, "generation": step.world.generation, "rank": step.world.rank, "set_out": self.has_set_out},
+        )
+        self.computed.set()
+        return result
 
 
 def write_last_resources():
@@ -176,21 +259,25 @@ def main():
                 os.kill(os.getpid(), signal.SIGSTOP)
             return build(world)
 
-        if "fail_stream" in OPTIONS:
+        if {"fail_stream", "fail_release"} & OPTIONS.keys():
             stream.execute = fail_once(stream.execute)
         job = real_join(watched_build, **options)
         probes.append(Probe(job, train.parse_arguments(), opened[1]))
         train.append_line(OUT / "pids.jsonl", {"pid": os.getpid(), "rank": job.world.rank})
-        if job.world.generation > 1:
+        if job.world.generation > 1 and not OPTIONS.get("no_hooks"):
             probes[0].look("after", job.world)  # it joined before there was a hook to call
         return job
 
+    if "late" in OPTIONS:
+        held, real_execute, real_compute = Held(), stream.execute, train.forward_backward
+        stream.execute = lambda *arguments, **options: held.execute(real_execute, *arguments, **options)
+        train.forward_backward = lambda *arguments, **options: held.forward_backward(real_compute, *arguments, **options)
     real_train_step = train.train_step
 
     def train_step(*arguments):
         step = arguments[-1]
         probe, pace = probes[0], OPTIONS.get("steps_per_change")
-        if pace and probe.num_changes < step.index / pace:
+        if pace and step.world.generation - 1 < step.index / pace:
             time.sleep(1.0)
         if OPTIONS.get("resources"):
             train.append_line(

@@ -17,14 +17,23 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NUM_CHANGES = 30
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        pytest.param(("--keep=never",), marks=pytest.mark.long),
+        pytest.param(("--defer=optimizer", "--verify=sample"), marks=pytest.mark.long),
+    ],
+    ids=["as it is", "given back", "deferred"],
+)
 def test_groups_threads_descriptors_and_tensors_are_flat_over_thirty_changes(
-    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """Known complaint 35: groups, memory and descriptors leak with every cycle."""
     out = tmp_path / "out"
     out.mkdir()
     job = launch(
-        PROBE, str(out), *train_arguments(out, steps=400), nproc=2, standbys=0,
+        PROBE, str(out), *train_arguments(out, steps=400), nproc=2, standbys=0, options=options,
         probe={"resources": True, "steps_per_change": 400 / (NUM_CHANGES + 5)},
     )
     job.until_trains()

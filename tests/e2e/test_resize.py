@@ -45,9 +45,12 @@ def losses(folder: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in rows}
 
 
-@pytest.fixture(scope="module")
-def elastic_and_static(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Any:
-    """One run that goes through every change of ``RESIZES``, and the same script run in one world."""
+@pytest.fixture(scope="module", params=["nothing", pytest.param("optimizer", marks=pytest.mark.long)])
+def elastic_and_static(tmp_path_factory: pytest.TempPathFactory, corpus: Path, request: pytest.FixtureRequest) -> Any:
+    """One run that goes through every change of ``RESIZES``, and the same script run in one world.
+
+    What is deferred comes in a thread of its own; the state is looked at once it is whole.
+    """
     folders = {name: tmp_path_factory.mktemp(name) for name in ("elastic", "static")}
     arguments = {
         name: [
@@ -60,7 +63,7 @@ def elastic_and_static(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -
     }
     pace = (STEPS - 10) / len(RESIZES)
     elastic = Launched(
-        folders["elastic"], *arguments["elastic"], nproc=2, standbys=2,
+        folders["elastic"], *arguments["elastic"], nproc=2, standbys=2, options=(f"--defer={request.param}",),
         probe={"dump_state": True, "evaluate": True, "steps_per_change": pace},
     )
     try:

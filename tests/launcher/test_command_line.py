@@ -74,11 +74,17 @@ def test_help_answers_in_a_moment(bed: Bed) -> None:
         (["--layout", "tp=two", "x.py"], "layout 'tp=two': 'two' is not a whole number"),
         (["--layout", "xp=2", "x.py"], "is not one of tp=N, pp=N"),
         (["--staging", "lots", "x.py"], "'lots' is not a size; write it like 512MiB"),
+        (["--verify", "some", "x.py"], "--verify 'some' is none of full, sample, off"),
+        (["--keep", "yes", "x.py"], "--keep 'yes' is none of auto, always, never"),
+        (["--defer", "all", "x.py"], "--defer 'all' is none of nothing, optimizer"),
+        (["--defer", "optimizer", "--keep", "never", "x.py"], "--keep never gives it back before"),
         (["--job", "a/b", "x.py"], "--job 'a/b': use up to 64 letters"),
         (["-m", "--no-python", "x.py"], "--module and --no-python exclude each other"),
         (["--standbys", "-1", "x.py"], "not below 0"),
         (["--no-such-option", "x.py"], "No such option"),
         (["run"], "Missing argument 'script'"),
+        (["plan", "--from", "tp=2", "--to", "tp=1", "--rate", "fast"], "'fast' is not a size"),
+        (["plan", "--from", "tp=2", "--to", "tp=1", "--rate", "0"], "--rate is above 0"),
         (["resize"], "say what the world is to be"),
         (["resize", "--nodes", "0"], "--nodes 0: ask for at least 1"),
         (["drain", "n1", "--deadline", "soon"], "'soon' is no duration; write it like 30s or 2m"),
@@ -99,11 +105,17 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(bed: Bed, words: list[s
 def test_options_come_from_the_environment_too_in_torchruns_spelling_as_well(bed: Bed) -> None:
     """Known complaint 24: a time-out cannot be set from the environment."""
     script = bed.script(
-        "size.py", "import os\nprint(os.environ['WORLD_SIZE'], os.environ['LIVERUN_STAGING_BYTES'])\n"
+        "size.py",
+        "import os\n"
+        "print(*(os.environ[name] for name in ('WORLD_SIZE', 'LIVERUN_STAGING_BYTES', 'LIVERUN_KEEP_MODE', "
+        "'LIVERUN_VERIFY_MODE')))\n",
     )
-    agent = bed.launch(script, PET_NPROC_PER_NODE="2", LIVERUN_STAGING="1MiB", PET_NNODES="1")
+    agent = bed.launch(
+        "--keep", "never", script, PET_NPROC_PER_NODE="2", LIVERUN_STAGING="1MiB", PET_NNODES="1",
+        LIVERUN_VERIFY="sample",
+    )  # fmt: skip
     assert agent.wait() == 0
-    assert agent.log("w1") == f"2 {2**20}\n"
+    assert agent.log("w1") == f"2 {2**20} never sample\n"
 
 
 def test_a_script_named_like_a_command_runs_by_run_and_ignored_settings_warn(bed: Bed) -> None:

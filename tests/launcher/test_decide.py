@@ -474,8 +474,8 @@ def test_a_wish_waits_for_standbys_that_are_still_starting() -> None:
 # --- what goes wrong before the point of no return ---------------------------------------------------------------
 
 
-def preparing() -> Drive:
-    drive = Drive().first_world()
+def preparing(**more: Any) -> Drive:
+    drive = Drive(**more).first_world()
     drive.wish(workers=3, timeout_s=60)
     drive.checked()
     return drive
@@ -611,8 +611,8 @@ def test_messages_of_another_generation_change_nothing() -> None:
 # --- the vote ----------------------------------------------------------------------------------------------------
 
 
-def switching() -> Drive:
-    drive = preparing()
+def switching(**more: Any) -> Drive:
+    drive = preparing(**more)
     drive.prepared()
     drive.progress()
     drive.armed()
@@ -631,6 +631,22 @@ def test_a_split_vote_fails_the_job() -> None:
     end = the(End, drive.voted("w1"))
     assert end.outcome == "failed"
     assert "w0, w2 said yes, w1 said no" in end.reason
+
+
+def test_a_no_from_a_rank_without_its_old_state_ends_the_job_and_says_all_reasons() -> None:
+    """The old world is not gone back to, whatever the others say; the worker's own end is that of the job."""
+    for restarts in (0, 1):
+        drive = switching(max_restarts=restarts)
+        for worker, lost in (("w1", False), ("w0", True), ("w2", False)):
+            vote = Switched(generation=2, ok=False, reason=f"why {worker}", lost=lost, kept=False)
+            actions = drive.say(worker, vote)
+            assert not of(End, actions)
+            assert "aborted" not in kinds(actions)
+        actions = drive.feed(Exited(worker="w0", code=1))
+        done = the(Restart, actions) if restarts else the(End, actions)
+        assert "layers of the old world had been given back: w0: why w0; w1: why w1; w2: why w2" in done.reason
+        if isinstance(done, End):
+            assert (done.outcome, done.code) == ("failed", 1)
 
 
 def test_a_joiner_that_dies_switching_is_a_no_of_its_own() -> None:

@@ -29,3 +29,4 @@ for seed in range(20):
     assert report.bytes_moved == plan.bytes_received
 done = torch.zeros(1)
 group.allreduce([done]).wait()
+del transport, group  # its threads end here: while the interpreter is torn down they would abort the process

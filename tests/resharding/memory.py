@@ -30,7 +30,8 @@ class Post:
 class Network:
     """Posts of all ranks; a pair's posts match in order, and sizes have to agree."""
 
-    def __init__(self, timeout_s: float = 5.0, *, serial: bool = False) -> None:
+    def __init__(self, timeout_s: float = 60.0, *, serial: bool = False) -> None:
+        """A post that has waited so long hangs: 64 ranks in one process are slow on a busy machine."""
         self._lock = threading.Lock()
         self._posts: dict[tuple[int, int, bool], deque[Post]] = defaultdict(deque)
         self._timeout_s = timeout_s

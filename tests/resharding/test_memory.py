@@ -20,8 +20,9 @@ from resharding.assign import layer_of
 from resharding.boxes import Box, Holding, Piece
 from resharding.listing import Listing
 from resharding.order import order_of_layers
-from resharding.pages import PageReturner
+from resharding.pages import PageReturner, is_disjoint
 from resharding.plan import plan_all, plan_for
+from resharding.stream import Damaged, execute
 
 SLACK = 16 << 20
 
@@ -149,12 +150,69 @@ def _numbered(box: Box, number: int) -> Piece:
 
 
 def stream_one(plan, source, target, network, rank, events):
-    from resharding.stream import execute
-
     return execute(
         plan, source, target, memory.MemoryTransport(network, rank), 1024, keep=False,
         claim=lambda piece: events.append(("claim", piece)), release=lambda piece: events.append(("release", piece)),
     )  # fmt: skip
+
+
+class Damaging(memory.Network):
+    """Flips one bit of the first message of a layer's size."""
+
+    damaged = False
+
+    def deliver(self, sent, received):
+        super().deliver(sent, received)
+        if received.numel() == 36 and not self.damaged:
+            self.damaged = True
+            received[0] ^= 1
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_before_the_first_release_all_are_asked_and_until_then_every_source_is_whole(is_damaged: bool) -> None:
+    """The third rank has no state before, none after, and is asked as well."""
+    old, new = [*_stages(range(3), range(3, 6)), []], [*_stages(range(3, 6), range(3)), []]
+    sources = [Holding.of([_numbered(box, i) for i, box in enumerate(side)]) for side in old]
+    targets = [Holding.of([_numbered(box, -1) for box in side]) for side in new]
+    plans = plan_all(old, new, ["a"] * 3)
+    released: list[int] = []
+    network = Damaging() if is_damaged else memory.Network()
+    said: list[str] = [""] * 3
+
+    def body(rank: int) -> None:
+        def ask() -> None:
+            raise ConnectionError("asked")
+
+        try:
+            execute(
+                plans[rank], sources[rank], targets[rank], memory.MemoryTransport(network, rank), 4096, keep=False,
+                before_release=ask, release=released.append,
+            )
+        except (Damaged, ConnectionError) as error:
+            said[rank] = str(error)
+
+    memory.run_threads([lambda rank=rank: body(rank) for rank in range(3)])
+    if is_damaged:
+        assert sum("did not arrive" in words for words in said) == 1
+        assert said.count("asked") == 2
+    else:
+        assert said == ["asked"] * 3
+    assert released == []
+    for holding in sources[:2]:
+        assert [piece.view()[0].item() for piece in holding.pieces] == [0, 1, 2]
+
+
+def test_pieces_that_share_elements_are_found() -> None:
+    live = torch.zeros(10, 4)
+    box = Box("weight/w", "float32", (10, 4), (0, 0), (10, 4))
+
+    def holding(*views: torch.Tensor) -> Holding:
+        return Holding.of([Piece(box, lambda view=view: view) for view in views])
+
+    assert is_disjoint(holding(live[:5], live[5:]))
+    assert is_disjoint(holding(live[:, :2], live[:, 2:])), "interleaved, but no element twice"
+    assert not is_disjoint(holding(live[:6], live[5:]))
+    assert not is_disjoint(holding(live[5:], live[:, :2]))
 
 
 def test_layers_of_a_rank_stand_by_piece() -> None:

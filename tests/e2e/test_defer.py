@@ -1,0 +1,68 @@
+"""Changes of world whose optimizer state moves beside the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import PROBE
+from .launch import Launched, read_lines
+from .test_resize import assert_bit_identical, losses, run_pair
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+DEFER = ("--defer=optimizer",)
+
+
+def test_the_first_step_computes_before_the_optimizers_state_sets_out_and_not_a_bit_shows(
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """bf16 with fp32 main parameters and dropout; state is held back until forward and backward have run."""
+    job, quiet, disturbed = run_pair(
+        launch, train_arguments, tmp_path, "--hidden-dropout=0.1", "--attention-dropout=0.1", "--bf16", steps=24,
+        standbys=1, options=DEFER, probe={"steps_per_change": 10, "late": {}, "no_hooks": True},
+    )
+    job.until_trains()
+    job.until_standbys(1)
+    for rank in ("1", "0"):
+        job.must_resize("--replace", rank)
+    changes = [event for event in job.events() if event["kind"] == "active"]
+    assert job.finish() == 0, job.output()
+    assert_bit_identical(quiet, disturbed)
+    assert {row["generation"] for row in losses(disturbed).values()} == {1, 2, 3}
+    for generation, change in enumerate(changes, 2):
+        # weights are everywhere; a rank's moments and main parameters are three numbers of four bytes for each two
+        assert 0 < change["bytes_late"] <= change["bytes_moved"] + change["bytes_local"]
+        assert change["kept"] is True
+        rows = [row for row in read_lines(disturbed / "late.jsonl") if row["generation"] == generation]
+        first = min(row["step"] for row in rows)
+        assert [row["set_out"] for row in rows if row["step"] == first] == [False, False]
+        assert all(row["set_out"] for row in rows if row["step"] > first)
+
+
+@pytest.mark.parametrize(
+    ("late", "why"),
+    [({"w0": "fail"}, "OSError: the network card fell out"), ({"w1": "kill"}, "Connection closed by peer")],
+    ids=["a receiver fails", "the leaver dies"],
+)
+def test_no_step_is_made_and_the_job_ends_if_the_optimizers_state_does_not_come(
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path,
+    late: dict[str, str], why: str,
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    job = launch(
+        PROBE, str(out), *train_arguments(out, "--bf16", steps=1000), nproc=2, standbys=1, options=DEFER,
+        probe={"late": late, "no_hooks": True},
+    )
+    job.until_trains()
+    job.until_standbys(1)
+    job.must_resize("--replace", "1")
+    assert job.finish(60) == 1
+    assert "the optimizer's state did not follow into generation 2" in job.output()
+    assert why in job.output()
+    assert "start again from the last checkpoint, and with --defer nothing" in job.output()
+    assert {row["generation"] for row in losses(out).values()} == {1}, "a step was made with half a state"
+    assert any(row["generation"] == 2 for row in read_lines(out / "late.jsonl")), "the new world did compute"
