@@ -267,7 +267,8 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be taken once ``step`` steps are done."""
-        return bool(self.settings.every) and step % (self.settings.every or 1) == 0 and step > max(self._saved_step, 0)
+        every = self.settings.every
+        return every is not None and step % every == 0 and step > max(self._saved_step, 0)
 
     def save(self, position: Position, request: int = 0) -> None:
         """Copy this rank's share out of the state, and have it written. Every rank of the world calls this.
@@ -296,8 +297,8 @@ class Saver:
             return
         pause_s = time.perf_counter() - started
         self._writing = threading.Thread(
-            target=self._write, args=(ground, position.step, parts, small, request, pause_s),
-            name="liverun-checkpoint-write", daemon=True,
+            target=self._write, args=(ground, position.step, parts, small),
+            kwargs={"request": request, "pause_s": pause_s}, name="liverun-checkpoint-write", daemon=True,
         )  # fmt: skip
         self._writing.start()
 
@@ -307,7 +308,8 @@ class Saver:
             self._writing.join()
 
     def _write(
-        self, ground: _Ground, step: int, parts: list[writer.Part], small: dict[str, Any], request: int, pause_s: float
+        self, ground: _Ground, step: int, parts: list[writer.Part], small: dict[str, Any], *, request: int,
+        pause_s: float,
     ) -> None:
         root, rank = self.settings.folder, ground.standing.world.rank
         temporary = root / folders.temporary_name(step, ground.nonce)
@@ -340,10 +342,12 @@ class Saver:
         self, step: int, request: int, reason: str, pause_s: float, *, path: str = "", write_s: float = 0.0
     ) -> None:
         if reason:
-            print(f"liverun: checkpoint of step {step} failed: {reason}; training goes on", file=sys.stderr, flush=True)
+            sentence = f"checkpoint of step {step} failed: {reason}; training goes on"
+            print(f"liverun: {sentence}", file=sys.stderr, flush=True)
         if self._tell is not None:
             self._tell(messages.Saved(
-                request=request, step=step, ok=not reason, reason=reason, path=path, pause_s=pause_s, write_s=write_s))
+                request=request, step=step, ok=not reason, reason=reason, path=path, pause_s=pause_s,
+                write_s=write_s))
 
 
 def _meta(said: Sequence[Mapping[str, Any]], world: World) -> Meta:

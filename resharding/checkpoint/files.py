@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -168,7 +168,7 @@ class Files:
         """Put ``data``, C-contiguous, where the box at ``offset`` of the tensor belongs. Raises ``OSError``."""
         width = data.itemsize
         length, starts = runs(entry.shape, offset, data.shape)
-        flat = memoryview(data.reshape(-1)).cast("B") if data.size else memoryview(b"")
+        flat = data.reshape(-1).data.cast("B") if data.size else memoryview(b"")
         file, step = self._file(entry.file), length * width
         for number, start in enumerate(starts):
             _write_at(file, flat[number * step : (number + 1) * step], entry.begin + start * width)
@@ -182,7 +182,7 @@ class Files:
         file, step = self._file(entry.file), length * width
         apart = (starts[1] - starts[0]) * width if len(starts) > 1 else step
         if len(starts) == 1 or step >= _LONG_RUN_BYTES or apart > STAGING_BYTES // 4:
-            flat = memoryview(out.reshape(-1)).cast("B")
+            flat = out.reshape(-1).data.cast("B")
             for number, start in enumerate(starts):
                 self._read_at(file, flat[number * step : (number + 1) * step], entry, entry.begin + start * width)
             return
@@ -199,7 +199,7 @@ class Files:
             last = max(last, first + 1)
             span = starts[last - 1] + length - starts[first]
             staged = np.empty(span, dtype=out.dtype)
-            self._read_at(file, memoryview(staged).cast("B"), entry, entry.begin + starts[first] * width)
+            self._read_at(file, staged.data.cast("B"), entry, entry.begin + starts[first] * width)
             index = (where[first:last] - starts[first])[:, None] + np.arange(length)[None, :]
             np.take(staged, index, out=out[first:last])
             first = last
@@ -233,6 +233,6 @@ def _write_at(file: int, data: memoryview, at: int) -> None:
         data, at = data[count:], at + count
 
 
-def bits_of(dtype: str) -> np.dtype[np.unsignedinteger]:  # type: ignore[type-arg]
+def bits_of(dtype: str) -> np.dtype[Any]:
     """Return the unsigned integer as wide as an element type."""
     return BITS[DTYPE_SIZES_BYTES[dtype]]

@@ -71,7 +71,9 @@ class Checkpoint:
         Raises ``BadCheckpoint`` for a file that was cut short since it was opened, ``KeyError`` for an unknown key.
         """
         for place in self.index.places(key, offset, out.shape):
-            inside = out[tuple(slice(s, s + n) for s, n in zip(place.start, place.shape, strict=True))]
+            inside = out[...]
+            for axis, (start, size) in enumerate(zip(place.start, place.shape, strict=True)):
+                inside = inside[(slice(None),) * axis + (slice(start, start + size),)]
             if inside.flags.c_contiguous:
                 self._files.read(place.entry, place.offset, inside.reshape(place.entry_shape))
                 continue

@@ -22,7 +22,7 @@ Words = npt.NDArray[np.uint64]
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 """elements as unsigned integers of their own width"""
 
-BITS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+BITS: dict[int, np.dtype[Any]] = {n: np.dtype(f"uint{8 * n}") for n in (1, 2, 4, 8)}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK = 1 << 17
 """elements that are widened to 64 bits at once: they stay in the cache"""

@@ -176,7 +176,7 @@ def test_a_number_that_changed_on_its_way_is_noticed_whoever_answers_for_it(tmp_
         at = (0,) * len(piece.box.shape)
         kept = piece.view()[at].clone()
         piece.view()[at] += 1
-        with pytest.raises(BadCheckpoint, match="exp_avg_sq/.* is damaged"):
+        with pytest.raises(BadCheckpoint, match=r"exp_avg_sq/.* is damaged"):
             ckpt.check(checkpoint, ranks)
         piece.view()[at] = kept
         ckpt.check(checkpoint, ranks)
