@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, assert_never
 
-from launcher.control import Control, Note, Outcome, ResizeRequest, StatusReply, StatusRequest, StopRequest
+from launcher.control import (
+    Control,
+    Note,
+    Outcome,
+    ResizeRequest,
+    SaveRequest,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+)
 from launcher.decide import decide, next_deadline
 from launcher.environment import Endpoint
 from launcher.events import EventLog
@@ -37,6 +46,7 @@ from launcher.model import (
     Record,
     Restart,
     Said,
+    SaveAsked,
     Send,
     StopAsked,
     StoreFailed,
@@ -150,6 +160,29 @@ class Controller:
             await asyncio.Event().wait()  # the connection closes with the job
         elif isinstance(request, ResizeRequest):
             await self._resize(request, writer)
+        elif isinstance(request, SaveRequest):
+            await self._save(request, writer)
+
+    async def _save(self, request: SaveRequest, writer: asyncio.StreamWriter) -> None:
+        if self.pool.options.checkpoint_dir is None:
+            reason = "the job has no folder for checkpoints; start it with --checkpoint-dir"
+            writer.write(Outcome(ok=False, outcome="refused", reason=reason).encode())
+            return
+        await self._until_answered(
+            writer, lambda number: SaveAsked(request=number, timeout_s=request.timeout_s)
+        )
+
+    async def _until_answered(self, writer: asyncio.StreamWriter, event: Callable[[int], Event]) -> None:
+        """Tell of a wish under a number of its own; returns once it is answered."""
+        number = next(self._wish_ids)
+        requester = Requester(writer, time.monotonic())
+        self._requesters[number] = requester
+        self.tell(event(number))
+        try:
+            await requester.done.wait()
+            await writer.drain()
+        finally:
+            self._requesters.pop(number, None)
 
     async def _resize(self, request: ResizeRequest, writer: asyncio.StreamWriter) -> None:
         try:

@@ -15,6 +15,9 @@ PRIVATE = (
 """not handed on from the launcher's own environment"""
 
 
+CHECKPOINT_VARIABLES = ("LIVERUN_CHECKPOINT_DIR", "LIVERUN_CHECKPOINT_EVERY", "LIVERUN_KEEP_LAST")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """Where the c10d store of the first world listens."""
@@ -45,6 +48,12 @@ def worker_environ(
     environ["LIVERUN_JOB"] = job
     environ["LIVERUN_RUN_DIR"] = str(folder)
     environ["LIVERUN_STAGING_BYTES"] = str(options.staging_bytes)
+    for name in CHECKPOINT_VARIABLES:
+        environ.pop(name, None)
+    if options.checkpoint_dir is not None:
+        environ["LIVERUN_CHECKPOINT_DIR"] = str(options.checkpoint_dir)
+        numbers = (options.checkpoint_every, options.keep_last)
+        environ.update({n: str(v) for n, v in zip(CHECKPOINT_VARIABLES[1:], numbers, strict=True) if v is not None})
     environ.pop("LIVERUN_LAYOUT", None)
     if options.layout is not None:
         environ["LIVERUN_LAYOUT"] = str(options.layout)

@@ -68,6 +68,10 @@ class RunOptions:
     logs_specs: str | None = None
     """name of an entry point of the group ``torchrun.logs_specs``"""
     prefix_template: str | None = None
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int | None = None
+    """steps between two checkpoints"""
+    keep_last: int | None = None
     console_events: bool = False
     """torch's events, one JSON object a line, on stderr"""
 

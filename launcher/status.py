@@ -53,6 +53,7 @@ def status_object(state: JobState, *, job: str, host: str, now: float) -> dict[s
         if state.proposal is None
         else {"generation": state.proposal.generation, "phase": state.proposal.phase.value},
         "last_resize": state.last_resize,
+        "last_checkpoint": state.last_checkpoint,
     }
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from liverun import groups, messages, rng
+from liverun import fence, groups, messages, rng
 from liverun.prepare import Standing, _stream_pieces, in_short
 from liverun.switch import Position, _install, _to_json
 from liverun.world import World
@@ -41,9 +41,13 @@ from resharding.checkpoint.format import BadCheckpoint, Meta
 from resharding.checkpoint.fused import Fused, read_fused
 from resharding.checkpoint.model import fused_in
 from resharding.checkpoint.opened import Checkpoint
+from resharding.checkpoint.parts import Part
 
 _TIMEOUT_S = 600.0
 """how long a rank may take to write its share, and to say what it holds"""
+
+_LEAVE_S = 5.0
+"""how long a process that ends waits for what its peers hold; they may be gone"""
 
 Gather = Callable[[bytes], list[bytes]]
 
@@ -104,7 +108,8 @@ def _learn(standing: Standing, gather: Gather) -> _Ground:
     rank = standing.world.rank
     streams = {name: torch.empty_like(state) for name, state in rng.capture().items()}
     (listings,) = listing.exchange(gather, rank, listing.listing_of(standing.holding))
-    fused = {name: spec.as_json() for name, spec in fused_in(standing.training.model).items()}
+    with fence.seen_by_this_thread(standing.globals):
+        fused = {name: spec.as_json() for name, spec in fused_in(standing.training.model).items()}
     mine = {
         "nonce": folders.fresh_nonce(), "host": socket.gethostname(), "fused": fused,
         "streams": {name: len(state) for name, state in streams.items()},
@@ -302,13 +307,19 @@ class Saver:
         )  # fmt: skip
         self._writing.start()
 
+    def end(self) -> None:
+        """At the interpreter's end: nothing of ours runs any more, and what was to be written is."""
+        if self._learning is not None:
+            self._learning.join(timeout=_LEAVE_S)
+        self.wait()
+
     def wait(self) -> None:
         """Wait until nothing is being written."""
         if self._writing is not None:
             self._writing.join()
 
     def _write(
-        self, ground: _Ground, step: int, parts: list[writer.Part], small: dict[str, Any], *, request: int,
+        self, ground: _Ground, step: int, parts: list[Part], small: dict[str, Any], *, request: int,
         pause_s: float,
     ) -> None:
         root, rank = self.settings.folder, ground.standing.world.rank

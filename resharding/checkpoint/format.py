@@ -131,6 +131,13 @@ class Index:
             for t in self.whole
         ]
 
+    def entries_of(self, key: str) -> list[Entry]:
+        """Return the entries that a whole tensor lies in, part by part."""
+        spec = fused_of(key, self.fused)
+        if spec is None:
+            return [self.by_key[key]]
+        return [entry for name, _ in spec.parts for entry in self.entries_of(part_key(key, name))]
+
     def first_entry(self, key: str) -> Entry:
         """Return the entry in which the first element of the whole tensor ``key`` lies."""
         while (spec := fused_of(key, self.fused)) is not None:

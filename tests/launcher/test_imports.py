@@ -29,6 +29,8 @@ def test_the_launcher_takes_only_layouts_and_messages_from_the_workers_side() ->
         }
         if path.name == "api.py":  # runs in the program that launches, not in the agent
             names -= {"liverun.calls"}
+        if path.name == "checkpoint.py":  # commands on files; imported when one runs
+            names = {name for name in names if not name.startswith("resharding.checkpoint")}
         assert names <= SHARED, path
 
 
