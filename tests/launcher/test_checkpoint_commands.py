@@ -90,7 +90,7 @@ def test_looking_at_files_needs_no_torch(command: str, bed: Bed, tmp_path: Path)
 
 def test_a_job_without_a_folder_for_checkpoints_says_so(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, sentence in {
-        ("--checkpoint-every", "5"): "--checkpoint-every 5 needs --checkpoint-dir",
+        ("--checkpoint-every", "5"): "--checkpoint-every needs --checkpoint-dir",
         ("--keep-last", "0", "--checkpoint-dir", "x"): "--keep-last 0 is not at least 1",
         ("--checkpoint-dir", __file__): "is not a folder",
     }.items():
