@@ -295,6 +295,7 @@ class Saver:
                 "scheduler": _to_json(training.scheduler.state_dict()) if training.scheduler is not None else None,
                 "extra": {name: _to_json(part.state_dict()) for name, part in training.extra.items()},
                 "optimizer": megatron.common_state(training.optimizer),
+                "settings": megatron.group_settings(training.optimizer),
             }  # fmt: skip
             parts = writer.snapshot(ground.share, ground.holding)
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
@@ -369,7 +370,11 @@ def _meta(said: Sequence[Mapping[str, Any]], world: World) -> Meta:
             raise ValueError(f"{part} differs between ranks, so it cannot be saved: {[e[part] for e in said]!s:.500}")
     return Meta(
         step=first["step"], consumed_samples=first["consumed_samples"], scheduler=first["scheduler"],
-        extra=first["extra"], optimizer=megatron.merge_common_state([each["optimizer"] for each in said]),
+        extra=first["extra"],
+        optimizer={
+            **megatron.merge_common_state([each["optimizer"] for each in said]),
+            "settings": {name: fields for each in said for name, fields in each["settings"].items()},
+        },
         origin={
             "layout": world.layout.as_dict(), "world_size": world.world_size, "generation": world.generation,
             "saved": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__,
