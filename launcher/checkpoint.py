@@ -155,6 +155,116 @@ def diff(a: CheckpointPath, b: CheckpointPath, as_json: AsJson = False) -> None:
             raise SystemExit(1)
 
 
+StepOption = Annotated[int | None, typer.Option("--step", help="steps that were completed, if it does not say")]
+SamplesOption = Annotated[
+    int | None, typer.Option("--consumed-samples", help="samples that were used, if it does not say")
+]
+VocabOption = Annotated[
+    int | None, typer.Option("--vocab-size", help="rows of the vocabulary that are no padding; others are left out")
+]
+
+
+@app.command()
+def convert(  # noqa: PLR0917  (typer reads options from the signature)
+    source: Annotated[Path, typer.Argument(help="a checkpoint of Megatron, DeepSpeed or liverun")],
+    target: Annotated[Path, typer.Argument(help="folder of liverun checkpoints; of torch_dist: a new folder")],
+    to: Annotated[str, typer.Option("--to", help="liverun, or torch_dist for Megatron to load")] = "",
+    step: StepOption = None,
+    consumed_samples: SamplesOption = None,
+    vocab_size: VocabOption = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="leave the optimizer out")] = False,
+    model_config: Annotated[
+        Path | None,
+        typer.Option("--model-config", help="JSON of the model's configuration: heads and so on, to name parts"),
+    ] = None,
+    patterns: Annotated[
+        Path | None, typer.Option("--patterns", help="JSON: how tensor parallel slices go together (DeepSpeed)")
+    ] = None,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="torch_dist for a job with ep above 1")
+    ] = False,
+) -> None:
+    """Turn a checkpoint of Megatron or DeepSpeed into one of ours, or one of ours into Megatron's torch_dist."""
+    from launcher.client import complain
+
+    kind = _kind_of(source)
+    wanted = to or ("torch_dist" if kind == "liverun" else "liverun")
+    if wanted not in ("liverun", "torch_dist") or (kind == "liverun") == (wanted == "liverun"):
+        complain(f"--to {wanted}: a checkpoint of {kind} is not converted to that", 2)
+    from resharding.checkpoint.format import BadCheckpoint
+
+    model = _json_of(model_config)
+    if kind == "liverun":
+        from resharding.checkpoint.megatron_write import write_megatron
+
+        with _opened(source) as checkpoint, _progress("converting", checkpoint.index.nbytes) as advance:
+            print(write_megatron(checkpoint, target, expert_parallel=expert_parallel, progress=advance))
+        return
+    from resharding.checkpoint.convert import convert as run
+    from resharding.checkpoint.sources import open_source
+
+    try:
+        found = open_source(
+            kind, source, model=model, step=step, consumed_samples=consumed_samples, vocab_size=vocab_size,
+            weights_only=weights_only, patterns=_json_of(patterns),
+        )  # fmt: skip
+        with _progress("converting", found.nbytes) as advance:
+            done = run(found, target, progress=advance)
+    except BadCheckpoint as error:
+        complain(str(error), 1)
+    except OSError as error:
+        complain(f"{error.filename or target}: {error.strerror or error}", 1)
+    resumed = f"; {done.num_resumed} tensors were done before" if done.num_resumed else ""
+    print(f"{done.path}: step {found.meta.step}{resumed}")
+
+
+@app.command()
+def export(  # noqa: PLR0917  (typer reads options from the signature)
+    path: CheckpointPath,
+    target: Annotated[Path, typer.Argument(help="a new folder")],
+    vocab_size: VocabOption = None,
+    rope_theta: Annotated[float | None, typer.Option("--rope-theta", help="base of rotary positions")] = None,
+    norm_eps: Annotated[float | None, typer.Option("--norm-eps", help="epsilon of RMSNorm")] = None,
+    max_positions: Annotated[int | None, typer.Option("--max-positions", help="longest sequence")] = None,
+) -> None:
+    """Write the weights of a Llama-like model as a folder that Hugging Face's transformers loads."""
+    from resharding.checkpoint.export import export_llama
+
+    said = {"rotary_base": rope_theta, "layernorm_epsilon": norm_eps, "max_sequence_length": max_positions}
+    model = {name: value for name, value in said.items() if value is not None}
+    with _opened(path) as checkpoint:
+        total = sum(entry.nbytes for entry in checkpoint.index.entries if entry.kind == "weight")
+        with _progress("exporting", total) as advance:
+            print(export_llama(checkpoint, target, model=model, vocab_size=vocab_size, progress=advance))
+
+
+def _kind_of(path: Path) -> str:
+    """Tell what wrote a checkpoint; ends the command where nothing known did."""
+    from launcher.client import complain
+    from resharding.checkpoint.folder import candidates, kind_of
+
+    if (path / "index.json").is_file() or candidates(path):
+        return "liverun"
+    kind = kind_of(path)
+    if kind is None:
+        complain(f"{path} is no checkpoint of liverun, Megatron (torch_dist) or DeepSpeed; point at its folder", 2)
+    return kind
+
+
+def _json_of(path: Path | None) -> dict[str, Any]:
+    from launcher.client import complain
+
+    if path is None:
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        complain(f"{path} is no JSON that can be read: {error}", 2)
+    if not isinstance(found, dict):
+        complain(f"{path} holds no JSON object", 2)
+    return found
+
+
 @contextmanager
 def _progress(word: str, nbytes: int) -> Iterator[Any]:
     """Show a bar on stderr if that is a terminal; yields a function to call with bytes done."""

@@ -39,7 +39,7 @@ from resharding.checkpoint import folder as folders
 from resharding.checkpoint import reader, writer
 from resharding.checkpoint.format import BadCheckpoint, Meta
 from resharding.checkpoint.fused import Fused, read_fused
-from resharding.checkpoint.model import fused_in
+from resharding.checkpoint.model import described, fused_in
 from resharding.checkpoint.opened import Checkpoint
 from resharding.checkpoint.parts import Part
 
@@ -295,7 +295,7 @@ class Saver:
                 "scheduler": _to_json(training.scheduler.state_dict()) if training.scheduler is not None else None,
                 "extra": {name: _to_json(part.state_dict()) for name, part in training.extra.items()},
                 "optimizer": megatron.common_state(training.optimizer),
-                "settings": megatron.group_settings(training.optimizer),
+                "settings": megatron.group_settings(training.optimizer), "model": described(training.model),
             }  # fmt: skip
             parts = writer.snapshot(ground.share, ground.holding)
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
@@ -379,7 +379,7 @@ def _meta(said: Sequence[Mapping[str, Any]], world: World) -> Meta:
             "layout": world.layout.as_dict(), "world_size": world.world_size, "generation": world.generation,
             "saved": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__,
             "megatron_core": _version("megatron-core"), "liverun": _version("liverun-elastic"),
-            "job": os.environ.get("LIVERUN_JOB", ""),
+            "job": os.environ.get("LIVERUN_JOB", ""), "model": first["model"],
         },
     )  # fmt: skip
 

@@ -32,9 +32,17 @@ SYNC_BYTES = 256 * 2**20
 class Source(Protocol):
     """Another holder of whole tensors."""
 
-    tensors: Sequence[Tensor]
-    meta: Meta
-    fused: Mapping[str, Fused]
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Every whole tensor it has."""
+
+    @property
+    def meta(self) -> Meta:
+        """What it says of itself."""
+
+    @property
+    def fused(self) -> Mapping[str, Fused]:
+        """Which tensors are to be parted."""
 
     def parts(self, key: str) -> Iterator[Part]:
         """Yield a tensor's numbers, each element once. Raises ``BadCheckpoint``."""

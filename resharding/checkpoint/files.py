@@ -40,15 +40,20 @@ _HEADER_ALIGN = 8
 
 
 def lay_out(
-    rows: Iterable[tuple[str, str, Shape, bool]], max_file_bytes: int = MAX_FILE_BYTES
+    rows: Iterable[tuple[str, str, Shape, bool]],
+    max_file_bytes: int = MAX_FILE_BYTES,
+    *,
+    stem: str | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[list[Entry], dict[str, bytes]]:
     """Return where every tensor ``(key, dtype, shape, padded)`` goes, and each file's bytes before its first tensor.
 
-    Every kind has files of its own, so that weights can be copied alone; within one, tensors come in natural order.
+    Every kind has files of its own, so that weights can be copied alone, unless all are to begin with ``stem``;
+    within one, tensors come in natural order. ``metadata`` is for the tools of others.
     """
     kinds: dict[str, list[tuple[str, str, Shape, bool]]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: natural(row[0])):
-        kinds[row[0].partition("/")[0]].append(row)
+        kinds[stem or row[0].partition("/")[0]].append(row)
     entries: list[Entry] = []
     headers: dict[str, bytes] = {}
     for kind, members in kinds.items():
@@ -56,7 +61,7 @@ def lay_out(
         members.sort(key=lambda row: -DTYPE_SIZES_BYTES[row[1]])
         for number, group in enumerate(_groups(members, max_file_bytes), start=1):
             name = f"{kind}-{number:05d}.safetensors"
-            headers[name], begins = _header(group)
+            headers[name], begins = _header(group, metadata)
             entries.extend(
                 Entry(key=key, dtype=dtype, shape=shape, file=name, begin=begin, padded=padded)
                 for (key, dtype, shape, padded), begin in zip(group, begins, strict=True)
@@ -80,8 +85,10 @@ def _groups(
         yield group
 
 
-def _header(rows: Sequence[tuple[str, str, Shape, bool]]) -> tuple[bytes, list[int]]:
-    table: dict[str, object] = {}
+def _header(
+    rows: Sequence[tuple[str, str, Shape, bool]], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[int]]:
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at, begins = 0, []
     for key, dtype, shape, _ in rows:
         end = at + math.prod(shape) * DTYPE_SIZES_BYTES[dtype]

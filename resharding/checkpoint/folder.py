@@ -85,21 +85,29 @@ def resolve(path: Path) -> Path:
         return found[0]
     if not path.exists():
         raise BadCheckpoint(f"{path} does not exist; point at the folder of a checkpoint")
-    for name, kind in _FOREIGN.items():
-        if any(path.glob(name)):
-            raise BadCheckpoint(f"{path} is {kind}; turn it into one with 'liverun checkpoint convert'")
+    kind = kind_of(path)
+    if kind is not None:
+        raise BadCheckpoint(f"{path} is {_DESCRIBED[kind]}; turn it into one with 'liverun checkpoint convert'")
     if any(path.glob(".step-*.tmp")):
         raise BadCheckpoint(f"{path} holds no checkpoint that was finished; the job died while it wrote its first")
     raise BadCheckpoint(f"{path} is no checkpoint, it has no {INDEX_NAME}; point at a folder that has one")
 
 
+def kind_of(path: Path) -> str | None:
+    """Tell whose checkpoint a folder is, if it is not ours: ``megatron``, ``dcp``, ``universal`` or ``deepspeed``."""
+    return next((kind for name, kind in _FOREIGN.items() if any(path.glob(name))), None)
+
+
 _FOREIGN = {
-    "metadata.json": "a Megatron checkpoint of the torch_dist format",
-    ".metadata": "a checkpoint of torch.distributed.checkpoint",
-    "mp_rank_*_model_states.pt": "a DeepSpeed checkpoint",
-    "zero_pp_rank_*_optim_states.pt": "a DeepSpeed checkpoint",
-    "zero": "a DeepSpeed universal checkpoint",
-}
+    "metadata.json": "megatron", ".metadata": "dcp", "zero/*/fp32.pt": "universal",
+    "*mp_rank_*_model_states.pt": "deepspeed", "zero_pp_rank_*_model_states.pt": "deepspeed",
+    "*_optim_states.pt": "deepspeed",
+}  # fmt: skip
+_DESCRIBED = {
+    "megatron": "a Megatron checkpoint of the torch_dist format",
+    "dcp": "a checkpoint of torch.distributed.checkpoint",
+    "universal": "a DeepSpeed universal checkpoint", "deepspeed": "a DeepSpeed checkpoint",
+}  # fmt: skip
 
 
 def publish(root: Path, temporary: Path, step: int) -> Path:

@@ -7,6 +7,7 @@ has what is no tensor. Layers are a first axis there, and a tensor each here.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from resharding.boxes import Shape, overlap
+from resharding.boxes import DTYPE_SIZES_BYTES, Shape, overlap
 from resharding.checkpoint.bits import bits_of_tensor
 from resharding.checkpoint.convert import stripped_part
 from resharding.checkpoint.format import BadCheckpoint, Meta
@@ -75,6 +76,7 @@ class MegatronSource:
             self.tensors = [tensor for tensor in self.tensors if tensor.key.startswith("weight/")]
         self._by_key = {tensor.key: tensor for tensor in self.tensors}
         self._weights_only = weights_only
+        self.nbytes = sum(math.prod(t.global_shape) * DTYPE_SIZES_BYTES[t.dtype] for t in self.tensors)
         self.meta = _meta(common, folder, step, consumed_samples)
         self.fused = fused_by_config(self.tensors, {**_arguments(common), **(model or {})})
         self.suspects: list[str] = []

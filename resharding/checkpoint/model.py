@@ -43,6 +43,26 @@ def fused_in(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Fused]:
     return found
 
 
+CONFIG_FIELDS = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "num_moe_experts",
+)  # fmt: skip
+MODULE_FIELDS = ("max_sequence_length", "rotary_base", "rotary_percent", "vocab_size", "position_embedding_type")
+
+
+def described(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Return what a model's configuration says that its tensors do not, as JSON: for tools that read checkpoints."""
+    found: dict[str, Any] = {}
+    for chunk in model_chunks:
+        module = megatron._unwrapped(chunk)
+        for holder, names in ((getattr(module, "config", None), CONFIG_FIELDS), (module, MODULE_FIELDS)):
+            for name in names:
+                value = getattr(holder, name, None)
+                if isinstance(value, bool | int | float | str):
+                    found[name] = value
+    return found
+
+
 def _matrix(linear: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """Yield weights and biases; a norm may live in the same module. Experts in one module have them numbered."""
     for name, param in linear.named_parameters(recurse=False):

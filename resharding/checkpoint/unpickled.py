@@ -18,6 +18,11 @@ import torch
 
 from resharding.checkpoint.format import BadCheckpoint
 
+def _rebuilt(function: Any, _kind: Any, args: Any, _state: Any) -> Any:
+    """Follow ``torch._tensor._rebuild_from_type_v2``, without the class and the attributes it would restore."""
+    return function(*args)
+
+
 _TORCH_MODULES = ("torch", "torch._utils", "torch.storage", "torch.serialization", "torch.nn.parameter")
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN: dict[tuple[str, str], Any] = {
@@ -30,9 +35,12 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("builtins", "dict"): dict,
     ("builtins", "tuple"): tuple,
     ("argparse", "Namespace"): argparse.Namespace,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuilt,
+    ("torch", "Tensor"): torch.Tensor,
 }
 _TORCH_NAMES = {
-    "_rebuild_tensor_v2", "_rebuild_tensor", "_rebuild_parameter", "Size", "device", "UntypedStorage", "TypedStorage",
+    "_rebuild_tensor_v2", "_rebuild_tensor", "_rebuild_parameter", "_rebuild_parameter_with_state", "Size", "device",
+    "UntypedStorage", "TypedStorage",
     "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
     "FloatStorage", "HalfStorage", "BFloat16Storage", "DoubleStorage", "LongStorage", "IntStorage", "ShortStorage",
     "CharStorage", "ByteStorage", "BoolStorage", "Parameter", "_get_layout", "contiguous_format", "strided",

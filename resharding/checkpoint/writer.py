@@ -26,7 +26,7 @@ import torch
 from resharding.boxes import Box, Holding, Shape
 from resharding.checkpoint import folder as folders
 from resharding.checkpoint.bits import bits_of_tensor, cut_of
-from resharding.checkpoint.files import Files, describe_files, lay_out
+from resharding.checkpoint.files import MAX_FILE_BYTES, Files, describe_files, lay_out
 from resharding.checkpoint.format import INDEX_NAME, BadCheckpoint, Index, Meta, tensors_of
 from resharding.checkpoint.fused import Fused
 from resharding.checkpoint.parts import Part, Sums, add_sums, sums_of
@@ -70,8 +70,10 @@ def _stripped(tensor: Tensor, vocab_size: int | None) -> Tensor:
     return replace(tensor, global_shape=(vocab_size, *tensor.global_shape[1:]))
 
 
-def design(whole: Sequence[Tensor], fused: Mapping[str, Fused], **options: int) -> Design:
-    """Lay out the files for ``whole`` tensors. ``options``: ``max_file_bytes``, see ``files.lay_out``.
+def design(
+    whole: Sequence[Tensor], fused: Mapping[str, Fused], *, max_file_bytes: int = MAX_FILE_BYTES
+) -> Design:
+    """Lay out the files for ``whole`` tensors.
 
     Raises ``ValueError`` for a tensor that is not fused as ``fused`` says.
     """
@@ -82,7 +84,7 @@ def design(whole: Sequence[Tensor], fused: Mapping[str, Fused], **options: int) 
         if name in fused and name not in used:
             used[name] = fused[name]
             left.extend(part for part, _ in fused[name].parts)
-    entries, headers = lay_out(tensors_of(whole, used), **options)
+    entries, headers = lay_out(tensors_of(whole, used), max_file_bytes)
     index = Index(
         meta=Meta(step=0, consumed_samples=0), entries=tuple(entries), files=describe_files(entries, headers),
         fused=dict(sorted(used.items())), whole=tuple(sorted(whole, key=lambda tensor: tensor.key)),

@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 MODELS = {
     "grouped queries": Model(layers=2, dtype=BF16, tied=False, groups=2, bucket=None),
     "fp32, tied": Model(layers=2, bucket=None),
-    "experts": Model(layers=2, dtype=BF16, experts=4, shared=16, bucket=None),
+    "experts": Model(layers=2, dtype=BF16, experts=4, shared=16, groups=2, bucket=None),
 }
 CONFIG = {"num_attention_heads": 4, "num_query_groups": 2, "hidden_size": 32, "gated_linear_unit": True}
 RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
