@@ -18,6 +18,7 @@ import torch
 
 from resharding.checkpoint.format import BadCheckpoint
 
+
 def _rebuilt(function: Any, _kind: Any, args: Any, _state: Any) -> Any:
     """Follow ``torch._tensor._rebuild_from_type_v2``, without the class and the attributes it would restore."""
     return function(*args)

@@ -89,7 +89,7 @@ def test_every_stage_gives_the_same_state_and_that_of_deepspeeds_own_converter(t
             assert torch.equal(state[f"weight/{name}"], state[f"main/{name}"].bfloat16()), (stage, name)
     for key, value in states[1].items():
         assert torch.equal(value, states[2][key]), key
-        assert torch.allclose(value, states[3][key], rtol=1e-2, atol=1e-5), key  # it sums up in another order
+        assert torch.allclose(value, states[3][key], atol=1e-3), key  # it sums up in another order
     for stage in (1, 3):
         folder = universal(tmp_path / f"zero{stage}", tmp_path / f"universal{stage}")
         theirs = read(convert(UniversalSource(folder, model={}, step=3, consumed_samples=24), tmp_path / f"u{stage}").path)

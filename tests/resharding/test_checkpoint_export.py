@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import bed
@@ -20,6 +23,15 @@ from resharding.megatron import holding_of, materialize_optimizer_state
 VOCAB = 61
 TOKENS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(3))
 
+COMPUTE = """
+import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained("llama")
+assert type(model).__name__ == "LlamaForCausalLM"
+with torch.no_grad():
+    torch.save(model(torch.load("tokens.pt")).logits, "logits.pt")
+"""
+"""in a process of its own: the CPU device layer that Megatron needs here gets in the way of how transformers loads"""
+
 
 def saved(folder: Path, model: Model):
     """Save a model with the numbers it was initialised with; return the folder, its logits, and what it says of itself."""
@@ -35,16 +47,19 @@ def saved(folder: Path, model: Model):
         return ckpt.save(folder / "ours", [rank]), logits, described(chunks)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_transformers_computes_the_same_logits(tied: bool, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
     path, logits, about = saved(tmp_path, Model(layers=2, groups=2, tied=tied))
     with Checkpoint.open(path) as checkpoint:
-        folder = export_llama(checkpoint, tmp_path / "llama", model=about, vocab_size=VOCAB)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert type(model).__name__ == "LlamaForCausalLM"
-    with torch.no_grad():
-        found = model(TOKENS).logits
+        export_llama(checkpoint, tmp_path / "llama", model=about, vocab_size=VOCAB)
+    torch.save(TOKENS, tmp_path / "tokens.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPUTE], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "logits.pt")
     assert found.shape == (2, 8, VOCAB)
     wanted = logits.view(2, 8, -1)[..., :VOCAB]
     assert float((found - wanted).abs().max()) < 1e-5
