@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class UniversalSource:
         """
         if vocab_size is not None:
             raise BadCheckpoint(f"{folder} has no padding to leave out; call this without --vocab-size")
+        client = _client(folder)
+        shapes = {name: tuple(shape) for named in client.get("param_shapes") or () for name, shape in named.items()}
         self._files: dict[str, Path] = {}
         tensors: list[Tensor] = []
         for path in sorted((folder / "zero").glob("*/*.pt")):
@@ -46,27 +49,39 @@ class UniversalSource:
                 continue
             value = _param(path)
             size = tuple(value.shape)
+            told = shapes.get(path.parent.name, size)
+            if len(size) == 1 and math.prod(told) == size[0]:
+                size = told  # ZeRO stage 3 writes them flat
             key = f"{'weight' if kind == 'main' else kind}/{path.parent.name}"
             self._files[key] = path
             tensors.append(Tensor(key, str(value.dtype).removeprefix("torch."), size, False))
         if not tensors:
             raise BadCheckpoint(f"{folder} has no zero/*/fp32.pt; point at the folder of a universal checkpoint")
         self.tensors: Sequence[Tensor] = tensors
+        self._shapes = {tensor.key: tensor.global_shape for tensor in tensors}
         self.nbytes = sum(path.stat().st_size for path in self._files.values())
         self.fused: Mapping[str, Fused] = fused_by_config(tensors, model)
         self.meta = meta_of(
-            folder, step=step, consumed_samples=consumed_samples, client={}, optimizer={},
+            folder, step=step, consumed_samples=consumed_samples, client=client, optimizer={},
             source="deepspeed universal",
         )  # fmt: skip
 
     def parts(self, key: str) -> Iterator[Part]:
         """Yield a tensor's numbers in one piece. Raises ``BadCheckpoint``."""
         value = _param(self._files[key]).detach().contiguous()
-        yield Part(key=key, offset=(0,) * value.ndim, data=bits_of_tensor(value))
+        bits = bits_of_tensor(value).reshape(self._shapes[key])
+        yield Part(key=key, offset=(0,) * bits.ndim, data=bits)
 
     def complaint(self) -> str | None:
         """Nothing is wrong with these in a way that could be seen."""
         return None
+
+
+def _client(folder: Path) -> Mapping[str, Any]:
+    """Return what the model's states say, which DeepSpeed copies beside the parameters; empty where they are not."""
+    path = next(iter(sorted(folder.glob("*model_states.pt"))), None)
+    found = load_torch(path, str(path), mapped=True) if path is not None else {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def _param(path: Path) -> torch.Tensor:

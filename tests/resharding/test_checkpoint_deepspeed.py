@@ -92,7 +92,9 @@ def test_every_stage_gives_the_same_state_and_that_of_deepspeeds_own_converter(t
         assert torch.allclose(value, states[3][key], atol=1e-3), key  # it sums up in another order
     for stage in (1, 3):
         folder = universal(tmp_path / f"zero{stage}", tmp_path / f"universal{stage}")
-        theirs = read(convert(UniversalSource(folder, model={}, step=3, consumed_samples=24), tmp_path / f"u{stage}").path)
+        source = UniversalSource(folder, model={})
+        assert (source.meta.step, source.meta.consumed_samples) == (3, 24)
+        theirs = read(convert(source, tmp_path / f"u{stage}").path)
         for name in NAMES:
             assert torch.equal(theirs[f"weight/{name}"], states[stage][f"main/{name}"]), (stage, name)
             for kind in ("exp_avg", "exp_avg_sq"):
