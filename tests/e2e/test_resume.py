@@ -75,9 +75,16 @@ def test_a_run_that_comes_back_from_a_checkpoint_goes_on_as_if_nothing_had_been(
     ranked = [worker for node in killed.status()["nodes"] for worker in node["workers"] if worker["rank"] is not None]
     psutil.Process(ranked[1]["pid"]).kill()
     killed.until("those again", lambda: sum(row["step"] == step + 5 for row in read_lines(log)) == 2)
-    assert killed.cli("stop", killed.job).returncode == 0
     rows = read_lines(log)
     twice = {row["step"] for row in rows if sum(row["step"] == each["step"] for each in rows) == 2}
     assert min(twice) == step
     assert len({(row["step"], row["loss"]) for row in rows}) == len({row["step"] for row in rows})
+
+    # a world that a resize made saves as well, and knows what its new ranks hold
+    killed.must_resize("--layout=tp=2")
+    took = killed.cli("checkpoint", "save", killed.job, "--json")
+    assert took.returncode == 0, took.stderr
+    assert killed.cli("stop", killed.job).returncode == 0
+    shown = json.loads(killed.cli("checkpoint", "inspect", str(tmp_path / "own"), "--json").stdout)
+    assert (shown["origin"]["layout"]["tp"], shown["path"]) == (2, json.loads(took.stdout)["path"])
     assert killed.cli("checkpoint", "verify", str(tmp_path / "own")).returncode == 0

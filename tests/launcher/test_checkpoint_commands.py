@@ -107,3 +107,27 @@ def test_numbers_of_every_type_are_read_as_torch_reads_them() -> None:
         values = torch.tensor([0, 1, 3, 100]).to(dtype)
         found = numbers_of(bits_of_tensor(values), str(dtype).removeprefix("torch."))
         assert found.tolist() == values.double().tolist(), dtype
+
+
+def test_convert_and_export_go_by_what_a_folder_is(bed: Bed, tmp_path: Path) -> None:
+    path = files.save(tmp_path / "ours", 1)
+    for words, code, sentence in (
+        (("convert", str(tmp_path), str(tmp_path / "x")), 2, "is no checkpoint of liverun, Megatron (torch_dist) or"),
+        (("convert", str(path), str(tmp_path / "x"), "--to", "liverun"), 2, "is not converted to that"),
+        (("export", str(path), str(tmp_path / "x")), 2, "has no place in a model of the Llama family"),
+        (("export", str(tmp_path / "none"), str(tmp_path / "x")), 2, "does not exist"),
+    ):
+        done = run(bed, *words)
+        assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
+    universal = tmp_path / "universal" / "zero" / "layer.weight"
+    universal.mkdir(parents=True)
+    torch.save({"param": torch.arange(6.0).view(2, 3)}, universal / "fp32.pt")
+    asked = run(bed, "convert", str(tmp_path / "universal"), str(tmp_path / "new"))
+    assert (asked.returncode, "does not say what --step is; pass it" in asked.stderr) == (1, True)
+    done = run(
+        bed, "convert", str(tmp_path / "universal"), str(tmp_path / "new"), "--step", "7", "--consumed-samples", "70"
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(run(bed, "inspect", str(tmp_path / "new"), "--json").stdout)
+    assert (shown["step"], [row["key"] for row in shown["tensors"]]) == (7, ["weight/layer.weight"])
+    assert run(bed, "verify", str(tmp_path / "new")).returncode == 0
