@@ -341,6 +341,7 @@ class Leader(Agent):
         options, meeting = self._options, self._options.meeting
         state = JobState(
             layout=options.layout, max_restarts=options.max_restarts, movable=self._own is not None,
+            saves=options.checkpoint_dir is not None,
             stop_patience_s=options.shutdown_timeout_s / 2,
         )  # fmt: skip
         if meeting is not None:

@@ -26,7 +26,8 @@ from typing import IO, Any
 from liverun.calls import read_results, write_call
 
 OURS = (
-    "standbys", "layout", "job", "run_dir", "staging", "verify", "keep", "defer", "preload", "ranks_filter", "keep_runs",
+    "standbys", "layout", "job", "run_dir", "staging", "verify", "keep", "defer", "preload", "ranks_filter",
+    "keep_runs", "checkpoint_dir", "checkpoint_every", "keep_last",
 )  # fmt: skip
 """options that torchrun does not have"""
 AGENT_CODE = (

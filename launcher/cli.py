@@ -16,16 +16,23 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from launcher import checkpoint
 from launcher.abbreviate import AmbiguousError, Flag, expand
 
-COMMANDS = ("run", "resize", "drain", "status", "events", "jobs", "stop", "store", "plan")
-FROM_AGENT = ("LIVERUN_JOB", "LIVERUN_RUN_DIR", "LIVERUN_LAYOUT")
+COMMANDS = ("run", "resize", "drain", "status", "events", "jobs", "stop", "store", "plan", "checkpoint")
+FROM_AGENT = (
+    "LIVERUN_JOB", "LIVERUN_RUN_DIR", "LIVERUN_LAYOUT", "LIVERUN_CHECKPOINT_DIR", "LIVERUN_CHECKPOINT_EVERY",
+    "LIVERUN_KEEP_LAST",
+)  # fmt: skip
 """set for workers; a launcher started inside a worker must not take them for its own options"""
 
 app = typer.Typer(
     name="liverun", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
     no_args_is_help=True, help=(__doc__ or "").partition("Nothing here")[0],
 )  # fmt: skip
+
+
+app.add_typer(checkpoint.app)
 
 
 def whole_number(text: str) -> int:
@@ -128,6 +135,15 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
     defer: Annotated[
         str, option("--defer", "what moves beside the first step after a resize: optimizer, or nothing")
     ] = "nothing",
+    checkpoint_dir: Annotated[
+        str | None, option("--checkpoint-dir", "resume from the newest checkpoint in this folder, and save into it")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, option("--checkpoint-every", "steps between two checkpoints", parser=whole_number)
+    ] = None,
+    keep_last: Annotated[
+        int | None, option("--keep-last", "checkpoints to keep; all if left out", parser=whole_number)
+    ] = None,
     preload: Annotated[
         str,
         option(

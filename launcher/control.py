@@ -47,6 +47,13 @@ class DrainRequest(Control):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveRequest(Control):
+    """Asks for a checkpoint; answered by one Outcome once it exists."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequest(Control):
     """Asks for a clean end; answered by an Outcome when it has begun.
 

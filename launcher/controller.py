@@ -17,6 +17,7 @@ from launcher.control import (
     Note,
     Outcome,
     ResizeRequest,
+    SaveRequest,
     StatusReply,
     StatusRequest,
     StopRequest,
@@ -51,6 +52,7 @@ from launcher.model import (
     Record,
     Restart,
     Said,
+    SaveAsked,
     Send,
     Started,
     StopAsked,
@@ -304,6 +306,9 @@ class Controller:
             await self._resize(request, writer)
         elif isinstance(request, DrainRequest):
             await self._drain(request, writer)
+        elif isinstance(request, SaveRequest):
+            number = next(self._wish_ids)
+            await self._request(number, SaveAsked(request=number, timeout_s=request.timeout_s), writer)
 
     async def _resize(self, request: ResizeRequest, writer: Answers) -> None:
         try:

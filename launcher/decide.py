@@ -11,7 +11,7 @@ import signal
 from dataclasses import replace
 from typing import assert_never
 
-from launcher import generation, nodes, stopping
+from launcher import generation, nodes, saving, stopping
 from launcher.model import (
     Answer,
     Committed,
@@ -30,6 +30,7 @@ from launcher.model import (
     NumberFailed,
     Phase,
     Said,
+    SaveAsked,
     Started,
     StopAsked,
     StoreFailed,
@@ -51,6 +52,7 @@ from liverun.messages import (
     Prepared,
     Progress,
     Retired,
+    Saved,
     Stop,
     Switched,
 )
@@ -102,6 +104,8 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
                 generation.committed(turn, won=event.won)
         case StopAsked():
             _stop(turn, event.reason)
+        case SaveAsked():
+            saving.begin(turn, event.request, event.timeout_s)
         case Tick():
             pass
         case _:
@@ -117,6 +121,8 @@ def next_deadline(state: JobState) -> float | None:
     times = []
     if state.stopping is not None:
         times += [state.stopping.deadline, state.stopping.poll_at]
+    if state.saving is not None:
+        times += [state.saving.deadline, *([] if state.saving.going else [state.saving.poll_at])]
     if (
         state.proposal is not None
         and state.proposal.phase is not Phase.SWITCHING
@@ -138,6 +144,8 @@ def _settle(turn: Turn) -> None:
     state = turn.state
     if state.stopping is not None:
         stopping.settle(turn)
+        return
+    if saving.settle(turn):
         return
     if state.world is None and state.done_ranks and has_joined(state):
         generation.fail(
@@ -185,8 +193,14 @@ def _said(turn: Turn, worker: str, message: Message) -> None:
                 turn.set(report=message.report)
             if turn.state.stopping is not None:
                 stopping.progressed(turn, worker, message.step)
+            elif turn.state.saving is not None and turn.state.saving.begun:
+                saving.progressed(turn, worker, message.step)
             else:
                 generation.progressed(turn, worker, message.step)
+    elif isinstance(message, Saved):
+        saving.saved(turn, worker, message)
+    elif isinstance(message, Armed) and message.generation < 0:
+        saving.armed(turn, worker, message)
     elif isinstance(message, Armed) and turn.state.stopping is not None:
         stopping.armed(turn, worker, message)
     elif isinstance(message, Retired):
@@ -312,7 +326,8 @@ def _rank_done(turn: Turn, worker: str) -> None:
         vote = Switched(generation=state.proposal.generation or 0, ok=False, reason=reason)
         turn.set_proposal(votes={**state.proposal.votes, worker: vote})
         generation.count_votes(turn)
-    turn.set(done_ranks={**state.done_ranks, worker: state.workers[worker].node})
+    saving.give_up(turn, "the job is ending")
+    turn.set(done_ranks={**turn.state.done_ranks, worker: state.workers[worker].node})
     if state.proposal is not None and state.proposal.phase is not Phase.SWITCHING:
         generation.abort(turn, "the job is ending")
     if state.queued is not None:
@@ -339,6 +354,7 @@ def _rank_failed(turn: Turn, event: Exited, rank: int | None, reason: str) -> No
     for wish in (proposal.wish if proposal else None, state.queued):
         if wish is not None:
             turn.do(Answer(wish=wish.id, ok=False, outcome="failed", reason=reason))
+    saving.give_up(turn, reason)
     if event.worker in state.workers:
         turn.drop_worker(event.worker)
     lived = state.began is not None and turn.now >= state.began + JOIN_PATIENCE_S
@@ -427,6 +443,7 @@ def _stop(turn: Turn, reason: str) -> None:
     if turn.state.phase == "ending" or turn.state.stopping is not None:
         return
     proposal = turn.state.proposal
+    saving.give_up(turn, "the job is ending")
     if proposal is not None and turn.state.world is not None and proposal.phase is not Phase.SWITCHING:
         generation.abort(turn, "the job is ending")
     stopping.begin(turn, reason)

@@ -16,6 +16,9 @@ PRIVATE = (
 """not handed on from the launcher's own environment"""
 
 
+CHECKPOINT_VARIABLES = ("LIVERUN_CHECKPOINT_DIR", "LIVERUN_CHECKPOINT_EVERY", "LIVERUN_KEEP_LAST")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """A first world, as one node starts its part of it."""
@@ -55,6 +58,12 @@ def worker_environ(
     environ["LIVERUN_STAGING_BYTES"] = str(options.staging_bytes)
     environ["LIVERUN_VERIFY_MODE"], environ["LIVERUN_KEEP_MODE"] = options.verify, options.keep
     environ["LIVERUN_DEFER_MODE"] = options.defer
+    for name in CHECKPOINT_VARIABLES:
+        environ.pop(name, None)
+    if options.checkpoint_dir is not None:
+        environ["LIVERUN_CHECKPOINT_DIR"] = str(options.checkpoint_dir)
+        numbers = (options.checkpoint_every, options.keep_last)
+        environ.update({n: str(v) for n, v in zip(CHECKPOINT_VARIABLES[1:], numbers, strict=True) if v is not None})
     environ.pop("LIVERUN_LAYOUT", None)
     if options.layout is not None:
         environ["LIVERUN_LAYOUT"] = str(options.layout)

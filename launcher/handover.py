@@ -24,10 +24,11 @@ def dump_state(state: JobState, *, without: str) -> dict[str, Any]:
     """Write down a state in which nothing is under way, without a node that leaves."""
     assert state.proposal is None
     assert state.retiring is None
+    assert state.saving is None
     values = {
         field.name: getattr(state, field.name)
         for field in dataclasses.fields(JobState)
-        if field.name not in ("proposal", "retiring", "queued", "stopping")
+        if field.name not in ("proposal", "retiring", "queued", "stopping", "saving")
     }
     return {
         **values,

@@ -197,6 +197,23 @@ class Stopping:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A checkpoint that someone waits for."""
+
+    request: int
+    deadline: float
+    poll_at: float
+    begun: bool = False
+    """no change of world is under way, and none begins"""
+    margin: int = 2
+    seen: Mapping[str, int] = field(default_factory=dict)
+    step: int | None = None
+    armed: frozenset[str] = frozenset()
+    going: bool = False
+    """every rank takes it at ``step``"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobState:
     """Everything decisions are made from."""
 
@@ -247,6 +264,10 @@ class JobState:
     queued: Wish | None = None
     retiring: Retiring | None = None
     stopping: Stopping | None = None
+    saves: bool = False
+    """there is a folder for checkpoints"""
+    saving: Saving | None = None
+    last_checkpoint: Mapping[str, Any] | None = None
     stop_patience_s: float = 15.0
     """how long ranks may take to come to a common last step"""
     done_ranks: Mapping[str, str] = field(default_factory=dict)
@@ -400,6 +421,14 @@ class StopAsked:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveAsked:
+    """Someone asks for a checkpoint."""
+
+    request: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tick:
     """Time has passed."""
 
@@ -407,7 +436,7 @@ class Tick:
 Event = (
     NodeEntered | NodeLost | NodeLeaving | NodeCleared | HandoverFailed
     | Started | Said | Exited | Wished | Numbered | NumberFailed | StoreOpened | StoreFailed | Committed | StopAsked
-    | Tick
+    | SaveAsked | Tick
 )  # fmt: skip
 
 

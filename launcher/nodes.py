@@ -133,7 +133,7 @@ def start_again(turn: Turn, reason: str) -> None:
         clearing=frozenset(state.nodes), membership_restarts=state.membership_restarts, layout=state.layout,
         reason=reason, max_restarts=state.max_restarts, restarts=state.restarts, last_resize=state.last_resize,
         stop_patience_s=state.stop_patience_s, has_run=state.has_run, fruitless=state.fruitless,
-        best_step=state.best_step,
+        best_step=state.best_step, last_checkpoint=state.last_checkpoint, saves=state.saves, movable=state.movable,
     )  # fmt: skip
     turn.do(Restart(reason=reason, nodes=tuple(sorted(state.nodes))))
 
@@ -191,7 +191,7 @@ def _gather(turn: Turn) -> None:
 def _let_go(turn: Turn) -> None:
     """Dismiss what leaves and has no rank any more, once the world it was in is gone."""
     state = turn.state
-    if state.retiring is not None or state.proposal is not None:
+    if state.retiring is not None or state.proposal is not None or state.saving is not None:
         return
     for node in [node for node in state.nodes.values() if node.leaving]:
         if node.id not in state.ranked_nodes():

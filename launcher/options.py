@@ -109,6 +109,10 @@ class RunOptions:
     keep_runs: int = DEFAULT_KEEP_RUNS
     """run folders of jobs that have ended which are kept; the rest goes when a job starts"""
     prefix_template: str | None = None
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int | None = None
+    """steps between two checkpoints"""
+    keep_last: int | None = None
     console_events: bool = False
     """torch's events, one JSON object a line, on stderr"""
 

@@ -91,6 +91,9 @@ class RunWords:
     numa_binding: str | None
     signals_to_handle: str
     virtual_local_rank: bool
+    checkpoint_dir: str | None = None
+    checkpoint_every: int | None = None
+    keep_last: int | None = None
 
 
 def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOptions, list[str]]:
@@ -140,6 +143,7 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
     refuse_if(words.keep_runs < 0, f"--keep-runs {words.keep_runs} is below 0")
     if environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") == "1":
         warnings.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE is ignored: the launcher serves the workers' first store")
+    checkpoint_dir = _checkpoint_dir(words)
     log_dir = Path(words.log_dir).absolute() if words.log_dir else None
     refuse_if(log_dir is not None and log_dir.is_file(), f"--log-dir {log_dir} is a file")
     options = RunOptions(
@@ -159,9 +163,21 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
         stdout_filters=parse_filters(words.duplicate_stdout_filters),
         stderr_filters=parse_filters(words.duplicate_stderr_filters),
         logs_specs=words.logs_specs, console_events=words.event_log_handler == "console",
+        checkpoint_dir=checkpoint_dir, checkpoint_every=words.checkpoint_every, keep_last=words.keep_last,
         prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
     )  # fmt: skip
     return options, warnings
+
+
+def _checkpoint_dir(words: RunWords) -> Path | None:
+    for name, number in (("--checkpoint-every", words.checkpoint_every), ("--keep-last", words.keep_last)):
+        refuse_if(number is not None and number < 1, f"{name} {number} is not at least 1")
+        refuse_if(number is not None and not words.checkpoint_dir, f"{name} needs --checkpoint-dir")
+    if not words.checkpoint_dir:
+        return None
+    folder = Path(words.checkpoint_dir).absolute()
+    refuse_if(folder.exists() and not folder.is_dir(), f"--checkpoint-dir {folder} is not a folder")
+    return folder
 
 
 def _value(parse: Callable[[], T]) -> T:

@@ -39,6 +39,7 @@ def status_object(state: JobState, *, job: str, now: float) -> dict[str, Any]:
         if state.proposal is None
         else {"generation": state.proposal.generation, "phase": state.proposal.phase.value},
         "last_resize": state.last_resize,
+        "last_checkpoint": state.last_checkpoint,
     }
 
 

@@ -26,6 +26,7 @@ import torch
 from liverun import device as devices
 from liverun import fence, groups, messages, rng
 from liverun.changes import Choice
+from liverun.checkpoint import Saver, Settings
 from liverun.gate import Gate, Stopped
 from liverun.late import LateState, NotWhole
 from liverun.layout import Layout
@@ -89,6 +90,7 @@ class Job:
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._worker: _Worker | None = None
+        self._saver: Saver | None = None
         self._before_change: list[ChangeCallback] = []
         self._after_change: list[ChangeCallback] = []
         self._lost = ""
@@ -147,6 +149,7 @@ class Job:
         """Whether fewer than ``num_steps`` steps are done."""
         if self.next_step < num_steps:
             return True
+        self._save_if_due()
         if self._worker is not None:
             self._worker.finish()
         return False
@@ -163,7 +166,25 @@ class Job:
         self.consumed_samples += self._global_batch_size or 0
         self._step_ended = time.perf_counter()
 
+    def _position(self) -> Position:
+        return Position(step=self.next_step, consumed_samples=self.consumed_samples)
+
+    def _save_if_due(self) -> None:
+        if self._saver is not None and self._saver.is_due(self.next_step):
+            self.wait_until_whole()
+            self._saver.save(self._position())
+
+    def _resume(self, host: str, port: int) -> None:
+        """Load the newest checkpoint into the job's first world, if there is one. Collective over the world."""
+        if self._saver is None or self._standing is None:
+            return
+        self._saver.enter(self._standing, host, port)
+        found = self._saver.load(self._device)
+        if found is not None:
+            self.resume(step=found.step, consumed_samples=found.consumed_samples)
+
     def _pass_boundary(self) -> None:
+        self._save_if_due()
         worker = self._worker
         if worker is None:
             return
@@ -171,6 +192,11 @@ class Job:
             self._end_without_a_world(worker)
         try:
             generation = worker.gate.pass_boundary(self.next_step)
+            while generation is not None and generation < 0:  # asks for a checkpoint here
+                if self._saver is not None:
+                    self.wait_until_whole()
+                    self._saver.save(self._position(), request=-generation)
+                generation = worker.gate.pass_boundary(self.next_step)
             if generation is not None:
                 self._change_world(worker, generation)
         except Stopped as stopped:
@@ -189,8 +215,7 @@ class Job:
         for callback in self._before_change:
             callback(self.world)
         prepared = worker.take(generation)
-        position = Position(step=self.next_step, consumed_samples=self.consumed_samples)
-        outcome = switch(prepared, self._standing, position, device=self._device)
+        outcome = switch(prepared, self._standing, self._position(), device=self._device)
         if not outcome.committed:
             worker.refuse(prepared, outcome)
             if outcome.lost:
@@ -227,6 +252,7 @@ class Job:
         if isinstance(said, messages.Prepare):
             self._standing = worker.build_first(said)
             self._rebind(self._standing.training)
+            self._resume(said.store_host, said.store_port)
             return
         self._enter_prepared(worker, said)
         while self._standing is None:
@@ -261,6 +287,8 @@ class Job:
             self.consumed_samples = outcome.position.consumed_samples
             worker.gate.return_to(self.next_step)
             _set_environment(new.world)
+            if self._saver is not None:
+                self._saver.enter(new, prepared.spec.store_host, prepared.spec.store_port)
         else:
             fence.activate(fence.new_globals(prepared.spec.generation))
             self._rebind(Training(model=[]))
@@ -325,6 +353,10 @@ class _Worker:
             Path(os.environ["LIVERUN_SOCKET"]), on_message=self._receive, on_tick=self._tick, on_lost=self._lost
         )
         self._hello = messages.Hello(worker=self.name, pid=os.getpid(), layout=layout)
+
+    def tell(self, message: messages.Message) -> None:
+        """Send a message to the agent; from any thread."""
+        self._link.send(message)
 
     def start(self, job: Job) -> None:
         """Say Hello and begin to listen."""
@@ -425,6 +457,10 @@ class _Worker:
             self._say_over(generation)
 
     def _say_over(self, generation: int) -> None:
+        if generation < 0:
+            reason = "the script ended before the step of the checkpoint"
+            self._link.send(messages.Saved(request=-generation, step=-1, ok=False, reason=reason))
+            return
         self._link.send(messages.Switched(
             generation=generation, ok=False, reason="the script ended before the step of the change"))
 
@@ -531,6 +567,9 @@ def join(
     global batch stays constant over every change of world, and a world that cannot keep it is refused.
     ``timeout_s`` is the time-out of the world's collectives.
 
+    With ``liverun --checkpoint-dir`` (or ``LIVERUN_CHECKPOINT_DIR``) the newest checkpoint of that folder is loaded,
+    whatever layout it was saved under; ``Job.next_step`` then is not 0.
+
     Raises ``ValueError`` for sizes that do not fit, ``ConnectionError`` if the launcher is gone, and
     ``SystemExit(0)`` if the job ended before this worker was needed.
     """
@@ -542,17 +581,25 @@ def join(
     gc.freeze()
     timeout = timedelta(seconds=timeout_s)
     limits = Limits(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
+    settings = Settings.of(os.environ)
     if "LIVERUN_SOCKET" not in os.environ:
         standing = _standing_of_environment(build, layout or Layout(), limits, device, timeout)
         job = Job(
             standing=standing, device=device, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size
         )
         atexit.register(job._leave)
+        if settings is not None:
+            job._saver = Saver(settings)
+            atexit.register(job._saver.end)
+            job._resume(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         return job
     worker = _Worker(build=build, limits=limits, layout=layout, timeout=timeout)
     job = Job(standing=None, device=device, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
     job._worker = worker
     worker.start(job)
+    if settings is not None:
+        job._saver = Saver(settings, tell=worker.tell)
+        atexit.register(job._saver.end)
     try:
         job._begin(worker)
     except Stopped as stopped:

@@ -12,6 +12,9 @@ of an older generation is ignored by both sides):
                               ``Switched(g)``. ``Cancel(g, s)`` undoes an Arm; another Arm may follow.
 5. each member says ``Retired(g)`` once nothing of the world before ``g`` is left in its process.
 
+``Arm``, ``Go`` and ``Cancel`` with the negative generation ``-r`` ask for a checkpoint at a boundary, for request
+``r``; then ``Saved`` follows in place of ``Switched``, once it is written.
+
 ``Abort(g)`` drops what was prepared, at any time before Go. The first world has no world before it: it is
 prepared as any other, has no Check and no Arm, and its Go carries ``step=None``.
 """
@@ -171,6 +174,22 @@ class Retired(Message):
     generation: int
     leaves: bool = False
     """the worker has no rank in ``generation`` and is a standby again"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Message):
+    """A checkpoint has been written, or could not be: from rank 0, and from any rank that failed."""
+
+    step: int
+    ok: bool
+    request: int = 0
+    """which request asked for it; 0 for one that was due"""
+    reason: str = ""
+    path: str = ""
+    pause_s: float = 0.0
+    """how long training stood still on this rank"""
+    write_s: float = 0.0
+    """how long writing took, beside the training"""
 
 
 # --- agent to worker ---------------------------------------------------------------------------------------------

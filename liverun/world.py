@@ -78,3 +78,6 @@ class Training:
     """e.g. Megatron's OptimizerParamScheduler"""
     extra: Mapping[str, Stateful] = field(default_factory=dict)
     """named state of the script's own, equal on all ranks; JSON values and tensors"""
+    vocab_size: int | None = None
+    """rows of the vocabulary that mean something; those beyond are padding, and are left out of checkpoints. They
+    come back as zeros: name it only if the loss does not see them"""

@@ -186,6 +186,23 @@ def common_state(optimizer: Any) -> dict[str, Any]:
     return {"groups": groups, "grad_scaler": scaler}
 
 
+def group_settings(optimizer: Any) -> dict[str, dict[str, Any]]:
+    """Return every field of the parameter groups, by the group's name as in ``common_state``: betas, eps and so on.
+
+    What a live world gets from its own configuration, and a file for others has to say. JSON; the same on all ranks.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for leaf in leaves(optimizer):
+        for group in leaf.optimizer.param_groups:
+            fields = {name: _plain(value) for name, value in group.items() if name not in ("params", "step")}
+            found[_group_name(group)] = {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in fields.items()
+                if isinstance(value, bool | int | float | str | list | tuple | None)
+            }
+    return found
+
+
 def merge_common_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Combine what the ranks of a world have in common; empty states of joiners are fine.
 

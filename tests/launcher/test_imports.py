@@ -31,6 +31,8 @@ def test_the_launcher_takes_only_layouts_and_messages_from_the_workers_side() ->
             names -= {"liverun.calls"}
         if path.name == "torch_rendezvous.py":  # runs in torchrun's agents, not in ours
             names = {name for name in names if not name.startswith("torch.distributed")}
+        if path.name == "checkpoint.py":  # commands on files; imported when one runs
+            names = {name for name in names if not name.startswith("resharding.checkpoint")}
         assert names <= SHARED, path
 
 

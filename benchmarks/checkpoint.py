@@ -1,0 +1,188 @@
+"""What do checkpoints cost: liverun's, Megatron's torch_dist, and torch's DCP, side by side?
+
+    python benchmarks/checkpoint.py [--json] [--runs 3]
+
+Two ranks hold a GPT and its optimizer, tp=2, and save; two others load it as tp=1, dp=2. Each system has processes of
+its own for each of the two. All sync their files; all read from a warm page cache. DCP knows no Megatron: it is given
+tensors of the same names, shapes and bytes, cut by rows to save and by columns to load.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from common import LARGE, ROOT, TORCHRUN, conditions, environment, num_parameters
+
+SYSTEMS = ("liverun", "torch_dist", "dcp", "dcp_async")
+WORKERS = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each system, in turns; the median counts")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(*args.worker)
+        return
+    runs: dict[str, list[dict]] = {system: [] for system in SYSTEMS}
+    for _ in range(args.runs):
+        for system in SYSTEMS:
+            with tempfile.TemporaryDirectory(prefix="liverun-bench-") as folder:
+                runs[system].append(measure(system, Path(folder)))
+    result = {"conditions": conditions(), "parameters": num_parameters(LARGE), "runs": args.runs, "systems": {}}
+    for system, rows in runs.items():
+        result["systems"][system] = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    print(json.dumps(result) if args.json else shown(result))
+
+
+def measure(system: str, folder: Path) -> dict:
+    """Save with one world and load with another; times in seconds, the slowest rank counts."""
+    saved = ask(system, "save", folder)
+    target = folder / "saved"
+    found = {"bytes": sum(path.stat().st_size for path in target.rglob("*") if path.is_file())}
+    loaded = ask(system, "load", folder)
+    for name in ("pause_s", "save_s", "save_peak_bytes"):
+        found[name] = max(rank[name] for rank in saved)
+    for name in ("load_s", "load_peak_bytes"):
+        found[name] = max(rank[name] for rank in loaded)
+    return found
+
+
+def ask(system: str, action: str, folder: Path) -> list[dict]:
+    command = [*TORCHRUN, "--nproc-per-node", str(WORKERS), __file__, "--worker", system, action, str(folder)]
+    done = subprocess.run(
+        command, env=environment(folder) | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        timeout=300,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{system} {action}: {done.stderr[-3000:]}")
+    return [json.loads((folder / f"{action}-{rank}.json").read_text()) for rank in range(WORKERS)]
+
+
+def work(system: str, action: str, folder_name: str) -> None:
+    """Be one rank of one world."""
+    sys.path.insert(0, str(ROOT / "examples" / "gpt"))
+    import torch
+    from model import build_model, build_optimizer
+
+    import liverun
+    from liverun.memory import ResidentPeak
+    from resharding import megatron
+
+    folder = Path(folder_name)
+    flags = {name[2:].replace("-", "_"): value for name, value in LARGE.items()}
+    args = Namespace(
+        **flags, hidden_dropout=0.0, attention_dropout=0.0, bf16=False, transformer_impl="local",
+        make_vocab_size_divisible_by=128, untie_embeddings_and_output_weights=False, no_distributed_optimizer=False,
+        lr=1e-3, min_lr=1e-4, weight_decay=0.01, clip_grad=1.0, lr_decay_samples=None, lr_warmup_samples=8,
+        train_steps=10, dist_ckpt_optim_fully_reshardable=True,
+    )  # fmt: skip
+
+    def build(world: liverun.World) -> liverun.Training:
+        world.seed(1)
+        model = build_model(args, world.layout, world.device)
+        optimizer, scheduler = build_optimizer(args, model)
+        return liverun.Training(model=model, optimizer=optimizer, scheduler=scheduler)
+
+    job = liverun.join(build, layout=liverun.Layout(tp=2 if action == "save" else 1))
+    megatron.materialize_optimizer_state(job.training.optimizer)
+    with torch.no_grad():
+        for leaf in job.training.optimizer.chained_optimizers:
+            for state in leaf.optimizer.state.values():
+                state["exp_avg"].normal_()
+                state["exp_avg_sq"].normal_()
+                state["step"].fill_(3)
+    prepare = {"liverun": of_liverun, "torch_dist": of_torch_dist}.get(system, of_dcp)
+    run = prepare(job, args, folder / "saved", action, asynchronous=system == "dcp_async")
+    torch.distributed.barrier()
+    with ResidentPeak() as peak:
+        began = time.perf_counter()
+        wait = run()
+        pause_s = time.perf_counter() - began
+        if wait is not None:
+            wait()
+        torch.distributed.barrier()
+        seconds = time.perf_counter() - began
+    found = {f"{action}_s": seconds, f"{action}_peak_bytes": peak.extra_bytes}
+    if action == "save":
+        found["pause_s"] = pause_s if wait is not None else seconds
+    (folder / f"{action}-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def of_liverun(job, _args, folder: Path, action: str, **_):
+    """As ``liverun run --checkpoint-dir`` does, once the ranks know what each holds."""
+    from liverun.checkpoint import Saver, Settings
+    from liverun.switch import Position
+
+    saver = Saver(Settings(folder=folder))
+    saver.enter(job._standing, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    saver._known()
+    if action == "load":
+        return lambda: saver.load(job.world.device) and None
+
+    def save():
+        saver.save(Position(step=3, consumed_samples=12))
+        return saver.wait
+
+    return save
+
+
+def of_torch_dist(job, args, folder: Path, action: str, **_):
+    """As the example does: ``fully_reshardable``, written by all ranks."""
+    import checkpoint
+
+    if action == "load":
+        return lambda: checkpoint.load(args, str(folder), job.training) and None
+    return lambda: checkpoint.save(args, str(folder), 3, job.training)
+
+
+def of_dcp(job, _args, folder: Path, action: str, *, asynchronous: bool):
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (WORKERS,))
+    said: list = [None] * WORKERS
+    torch.distributed.all_gather_object(said, {box.key: box.global_shape for box in job._standing.holding.boxes})
+    state = {}
+    for key, shape in sorted({key: shape for each in said for key, shape in each.items()}.items()):
+        axis = 0 if action == "save" else len(shape) - 1
+        placement = Shard(axis) if shape[axis] % WORKERS == 0 else Replicate()
+        if len(shape) == 1 and action == "load":
+            placement = Replicate()
+        state[key] = distribute_tensor(torch.randn(shape), mesh, [placement])
+        assert isinstance(state[key], DTensor)
+    if action == "load":
+        return lambda: dcp.load(state, checkpoint_id=str(folder))
+    if not asynchronous:
+        return lambda: dcp.save(state, checkpoint_id=str(folder)) and None
+
+    def save():
+        return dcp.async_save(state, checkpoint_id=str(folder)).result
+
+    return save
+
+
+def shown(result: dict) -> str:
+    lines = [str(result["conditions"]), f"{result['parameters'] / 1e6:.1f} M parameters, {result['runs']} runs"]
+    lines.append(f"{'':12}{'pause s':>9}{'save s':>9}{'load s':>9}{'MB':>8}{'save peak MB':>14}{'load peak MB':>14}")
+    for system, row in result["systems"].items():
+        lines.append(
+            f"{system:12}{row['pause_s']:9.3f}{row['save_s']:9.3f}{row['load_s']:9.3f}{row['bytes'] / 1e6:8.1f}"
+            f"{row['save_peak_bytes'] / 1e6:14.1f}{row['load_peak_bytes'] / 1e6:14.1f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,415 @@
+"""Checkpoints of a live job: copied at a boundary, written beside the training, loaded by ``join``.
+
+On every rank alike:
+
+1. Entering a world, a thread learns what all ranks hold, over the world's c10d store: no collective, nothing of the
+   training's. From it follows what each rank writes.
+2. At a boundary that is due, the training thread copies this rank's share out of the state, and goes on. This is the
+   pause. If the checkpoint before is still being written, it waits for that first: there is one copy at a time.
+3. A thread writes the copy (see ``resharding.checkpoint.writer``); rank 0's makes the checkpoint exist.
+
+A thread ends with its process, so nothing writes on behalf of a trainer that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liverun import fence, groups, messages, rng
+from liverun.prepare import Standing, _stream_pieces
+from liverun.reasons import in_short
+from liverun.switch import Position, _install, _to_json
+from liverun.world import World
+from resharding import boxes, listing, megatron
+from resharding.assign import Unplannable
+from resharding.checkpoint import folder as folders
+from resharding.checkpoint import reader, writer
+from resharding.checkpoint.format import BadCheckpoint, Meta
+from resharding.checkpoint.fused import Fused, read_fused
+from resharding.checkpoint.model import described, fused_in
+from resharding.checkpoint.opened import Checkpoint
+from resharding.checkpoint.parts import Part
+
+_TIMEOUT_S = 600.0
+"""how long a rank may take to write its share, and to say what it holds"""
+
+_LEAVE_S = 5.0
+"""how long a process that ends waits for what its peers hold; they may be gone"""
+
+Gather = Callable[[bytes], list[bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the launcher was told of checkpoints, through the environment."""
+
+    folder: Path
+    every: int | None = None
+    """steps between two"""
+    keep_last: int | None = None
+    """older ones are removed"""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Settings | None:
+        """Read ``LIVERUN_CHECKPOINT_DIR``, ``…_EVERY`` and ``LIVERUN_KEEP_LAST``; none without a folder.
+
+        Raises ``ValueError`` for what is no number above 0.
+        """
+        if not environ.get("LIVERUN_CHECKPOINT_DIR"):
+            return None
+        return cls(
+            folder=Path(environ["LIVERUN_CHECKPOINT_DIR"]).absolute(),
+            every=_count(environ, "LIVERUN_CHECKPOINT_EVERY"), keep_last=_count(environ, "LIVERUN_KEEP_LAST"),
+        )
+
+
+def _count(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}={text} is not a whole number of at least 1")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ground:
+    """What this rank knows of a world, to save from it and to load into it."""
+
+    standing: Standing
+    nonce: str
+    """names this job's temporary folders"""
+    hosts: tuple[str, ...]
+    listings: tuple[listing.Listing, ...]
+    """of all ranks, random streams left out"""
+    holding: boxes.Holding
+    """of this rank, random streams among it"""
+    streams: Mapping[str, torch.Tensor]
+    """where random streams are laid out to be saved"""
+    design: writer.Design
+    share: writer.Share
+
+
+def _learn(standing: Standing, gather: Gather) -> _Ground:
+    """Exchange what all ranks of a world hold. Every rank calls this; ``gather`` is used three times."""
+    rank = standing.world.rank
+    streams = {name: torch.empty_like(state) for name, state in rng.capture().items()}
+    (listings,) = listing.exchange(gather, rank, listing.listing_of(standing.holding))
+    with fence.seen_by_this_thread(standing.globals):
+        fused = {name: spec.as_json() for name, spec in fused_in(standing.training.model).items()}
+    mine = {
+        "nonce": folders.fresh_nonce(), "host": socket.gethostname(), "fused": fused,
+        "streams": {name: len(state) for name, state in streams.items()},
+    }  # fmt: skip
+    said = [json.loads(data) for data in gather(json.dumps(mine).encode())]
+    everything = [
+        listing.Listing((*listings[i].entries, (listing.Block.explicit(_stream_boxes(each["streams"], i)), 0)))
+        for i, each in enumerate(said)
+    ]
+    hosts = tuple(each["host"] for each in said)
+    whole = writer.tensors_in(everything, vocab_size=standing.training.vocab_size)
+    table: dict[str, Fused] = {}
+    for each in said:
+        table.update({name: read_fused(spec) for name, spec in each["fused"].items()})
+    return _Ground(
+        standing=standing, nonce=said[0]["nonce"], hosts=hosts, listings=tuple(listings), streams=streams,
+        holding=boxes.Holding.of([*standing.holding.pieces, *_stream_pieces(dict(streams), rank)]),
+        design=writer.design(whole, table), share=writer.share_of(rank, everything, hosts, whole),
+    )  # fmt: skip
+
+
+def _stream_boxes(sizes: Mapping[str, int], rank: int) -> list[boxes.Box]:
+    return [boxes.Box(f"rng/{rank}/{name}", "uint8", (n,), (0,), (n,)) for name, n in sizes.items()]
+
+
+def _store_gather(standing: Standing, host: str, port: int) -> Gather:
+    """Return an all-gather of bytes over a world's c10d store: for a thread beside the training."""
+    world = standing.world
+    if world.world_size == 1:
+        return lambda data: [data]
+    limit = timedelta(seconds=_TIMEOUT_S)
+    store = torch.distributed.PrefixStore(
+        f"checkpoint/{world.generation}", groups.connect_store(host, port, timeout=limit)
+    )
+    turn = iter(range(2**31))
+
+    def gather(data: bytes) -> list[bytes]:
+        number = next(turn)
+        store.set(f"{number}/{world.rank}", data)
+        return [bytes(store.get(f"{number}/{peer}")) for peer in range(world.world_size)]
+
+    return gather
+
+
+class Saver:
+    """Saves and loads for one worker, over all the worlds it is in."""
+
+    def __init__(self, settings: Settings, *, tell: Callable[[messages.Message], None] | None = None) -> None:
+        self.settings = settings
+        self._tell = tell
+        self._ground: _Ground | None = None
+        self._trouble = ""
+        self._learning: threading.Thread | None = None
+        self._writing: threading.Thread | None = None
+        self._saved_step = -1
+
+    # --- entering a world ---
+
+    def enter(self, standing: Standing, host: str, port: int) -> None:
+        """Begin to learn what the ranks of a world hold; its c10d store listens at ``host:port``."""
+        self._ground, self._trouble = None, ""
+
+        def learn() -> None:
+            try:
+                self._ground = _learn(standing, _store_gather(standing, host, port))
+            except (RuntimeError, ValueError, OSError) as error:  # torch's store raises RuntimeErrors
+                self._trouble = in_short(error)
+
+        self._learning = threading.Thread(target=learn, name="liverun-checkpoint-learn", daemon=True)
+        self._learning.start()
+
+    def _known(self) -> _Ground:
+        assert self._learning is not None
+        self._learning.join()
+        if self._ground is None:
+            raise RuntimeError(f"the ranks could not tell each other what they hold: {self._trouble}")
+        return self._ground
+
+    # --- loading ---
+
+    def load(self, device: torch.device) -> Position | None:
+        """Load the newest checkpoint that is whole into the world just entered; ``None`` where there is none at all.
+
+        Collective over the world. One that turns out to be damaged is named on stderr, and the one before is taken.
+        Raises ``SystemExit`` where there are checkpoints, but none that this model can be loaded from.
+        """
+        ground = self._known()
+        world, group = ground.standing.world, ground.standing.globals.default_pg
+        group = torch.distributed.group.WORLD if group is None else group
+        found = [path.name for path in folders.candidates(self.settings.folder)]
+        names = groups.allgather_json(group, found, device)[0]  # what rank 0 sees
+        reasons: list[str] = []
+        for name in names:
+            mine = self._read(ground, self.settings.folder / name)
+            said = groups.allgather_json(group, mine, device)
+            reason = next((each["trouble"] for each in said if each["trouble"]), "")
+            if not reason:
+                try:
+                    with Checkpoint.open(self.settings.folder / name) as checkpoint:
+                        reader.check_sums(checkpoint, [each["sums"] for each in said])
+                        self._take_over(ground, checkpoint)
+                        meta = checkpoint.index.meta
+                except BadCheckpoint as error:
+                    reason = str(error)
+                else:
+                    self._saved_step = meta.step
+                    _say_once(world, f"resumed from {self.settings.folder / name}, step {meta.step}")
+                    return Position(step=meta.step, consumed_samples=meta.consumed_samples)
+            reasons.append(reason)
+            _say_once(world, f"cannot resume from {self.settings.folder / name}: {reason}")
+        if reasons:
+            raise SystemExit(
+                f"liverun: none of the checkpoints in {self.settings.folder} can be loaded ({reasons[0]}); "
+                "name another --checkpoint-dir to begin from nothing"
+            )
+        return None
+
+    def _read(self, ground: _Ground, path: Path) -> dict[str, Any]:
+        """Read this rank's boxes; return digests of its part of the state, or what went wrong."""
+        standing = ground.standing
+        try:
+            with Checkpoint.open(path) as checkpoint:
+                reader.check_places(checkpoint, ground.listings)
+                megatron.materialize_optimizer_state(standing.training.optimizer, empty=True)
+                reader.read_into(checkpoint, standing.holding)
+                sums = reader.sums_here(
+                    checkpoint, standing.world.rank, ground.listings, ground.hosts, standing.holding
+                )
+        except (BadCheckpoint, Unplannable, OSError) as error:
+            return {"trouble": str(error), "sums": {}}
+        return {"trouble": "", "sums": sums}
+
+    def _take_over(self, ground: _Ground, checkpoint: Checkpoint) -> None:
+        """Load what is no tensor, and the random streams: with the role if the layout is the same, else anew."""
+        standing, meta = ground.standing, checkpoint.index.meta
+        groups_ = with_expert_twins(meta.optimizer["groups"])
+        _install(
+            standing.training,
+            {"optimizer": {**meta.optimizer, "groups": groups_}, "scheduler": meta.scheduler, "extra": meta.extra},
+        )
+        streams = self._streams(ground, checkpoint) if _same_role(standing.world, meta.origin) else {}
+        if streams:
+            rng.restore(streams)
+        elif standing.world.streams.seed is not None:
+            rng.seed_everything(standing.world.streams.seed)
+
+    def _streams(self, ground: _Ground, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+        prefix = f"rng/{ground.standing.world.rank}/"
+        found = {}
+        for entry in checkpoint.index.entries:
+            if entry.key.startswith(prefix):
+                if (reason := checkpoint.damage(entry)) is not None:
+                    raise BadCheckpoint(reason)
+                state = torch.empty(math.prod(entry.shape), dtype=torch.uint8)
+                checkpoint.read(entry.key, (0,), state.numpy())
+                found[entry.key.removeprefix(prefix)] = state
+        return found if found.keys() == ground.streams.keys() else {}
+
+    # --- saving ---
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be taken once ``step`` steps are done."""
+        every = self.settings.every
+        return every is not None and step % every == 0 and step > max(self._saved_step, 0)
+
+    def save(self, position: Position, request: int = 0) -> None:
+        """Copy this rank's share out of the state, and have it written. Every rank of the world calls this.
+
+        What goes wrong is said on stderr and to the agent; training goes on.
+        """
+        started = time.perf_counter()
+        self._saved_step = position.step
+        try:
+            ground = self._known()
+            self.wait()
+            training = ground.standing.training
+            megatron.settle(training.model)
+            megatron.materialize_optimizer_state(training.optimizer)
+            for name, state in rng.capture().items():
+                ground.streams[name].copy_(state)
+            small = {
+                "step": position.step, "consumed_samples": position.consumed_samples,
+                "scheduler": _to_json(training.scheduler.state_dict()) if training.scheduler is not None else None,
+                "extra": {name: _to_json(part.state_dict()) for name, part in training.extra.items()},
+                "optimizer": megatron.common_state(training.optimizer),
+                "settings": megatron.group_settings(training.optimizer), "model": described(training.model),
+            }  # fmt: skip
+            parts = writer.snapshot(ground.share, ground.holding)
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            self._say(position.step, request, in_short(error), 0.0)
+            return
+        pause_s = time.perf_counter() - started
+        self._writing = threading.Thread(
+            target=self._write, args=(ground, position.step, parts, small),
+            kwargs={"request": request, "pause_s": pause_s}, name="liverun-checkpoint-write", daemon=True,
+        )  # fmt: skip
+        self._writing.start()
+
+    def end(self) -> None:
+        """At the interpreter's end: nothing of ours runs any more, and what was to be written is."""
+        if self._learning is not None:
+            self._learning.join(timeout=_LEAVE_S)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def _write(
+        self, ground: _Ground, step: int, parts: list[Part], small: dict[str, Any], *, request: int,
+        pause_s: float,
+    ) -> None:
+        root, rank = self.settings.folder, ground.standing.world.rank
+        temporary = root / folders.temporary_name(step, ground.nonce)
+        started = time.perf_counter()
+        path = ""
+        try:
+            writer.write_share(temporary, ground.design, rank, parts, small)
+            parts.clear()
+            if rank == 0:
+                path = str(self._commit(ground, temporary, step))
+        except (OSError, TimeoutError, ValueError) as error:
+            writer.say_failed(temporary, rank, str(error))
+            if rank == 0:
+                folders.clear_temporary(root, ground.nonce, step)
+            self._say(step, request, str(error), pause_s)
+            return
+        if rank == 0:
+            self._say(step, request, "", pause_s, path=path, write_s=time.perf_counter() - started)
+
+    def _commit(self, ground: _Ground, temporary: Path, step: int) -> Path:
+        root, world = self.settings.folder, ground.standing.world
+        path = writer.commit(
+            root, temporary, ground.design, num_ranks=world.world_size, timeout_s=_TIMEOUT_S,
+            meta_of=lambda said: _meta(said, world), keep_last=self.settings.keep_last,
+        )  # fmt: skip
+        folders.clear_temporary(root, ground.nonce, step)
+        return path
+
+    def _say(
+        self, step: int, request: int, reason: str, pause_s: float, *, path: str = "", write_s: float = 0.0
+    ) -> None:
+        if reason:
+            sentence = f"checkpoint of step {step} failed: {reason}; training goes on"
+            print(f"liverun: {sentence}", file=sys.stderr, flush=True)
+        if self._tell is not None:
+            self._tell(messages.Saved(
+                request=request, step=step, ok=not reason, reason=reason, path=path, pause_s=pause_s,
+                write_s=write_s))
+
+
+def _meta(said: Sequence[Mapping[str, Any]], world: World) -> Meta:
+    """Put together what ranks said. Raises ``ValueError`` where two disagree."""
+    first = said[0]
+    for part in ("step", "consumed_samples", "scheduler", "extra"):
+        if any(each[part] != first[part] for each in said):
+            raise ValueError(f"{part} differs between ranks, so it cannot be saved: {[e[part] for e in said]!s:.500}")
+    return Meta(
+        step=first["step"], consumed_samples=first["consumed_samples"], scheduler=first["scheduler"],
+        extra=first["extra"],
+        optimizer={
+            **megatron.merge_common_state([each["optimizer"] for each in said]),
+            "settings": {name: fields for each in said for name, fields in each["settings"].items()},
+        },
+        origin={
+            "layout": world.layout.as_dict(), "world_size": world.world_size, "generation": world.generation,
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__,
+            "megatron_core": _version("megatron-core"), "liverun": _version("liverun-elastic"),
+            "job": os.environ.get("LIVERUN_JOB", ""), "model": first["model"],
+        },
+    )  # fmt: skip
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _same_role(world: World, origin: Mapping[str, Any]) -> bool:
+    return origin.get("layout") == world.layout.as_dict() and origin.get("world_size") == world.world_size
+
+
+def with_expert_twins(groups_: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameter groups under both values of ``is_expert_parallel``.
+
+    Megatron gives experts groups of their own only where ep is above 1; their settings are otherwise the same.
+    """
+    found = dict(groups_)
+    for name, fields in groups_.items():
+        settings = json.loads(name)
+        if "is_expert_parallel" in settings:
+            settings["is_expert_parallel"] = not settings["is_expert_parallel"]
+            found.setdefault(json.dumps(settings), fields)
+    return found
+
+
+def _say_once(world: World, sentence: str) -> None:
+    if world.rank == 0:
+        print(f"liverun: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,170 @@
+"""Names and order in a folder of checkpoints: what is complete, what is newest, what goes.
+
+::
+
+    root/
+        latest                        the name of the newest complete one; moves last
+        step-00000100/                complete: a folder gets this name only when all of it is on disk
+            index.json
+            weight-00001.safetensors  …
+        .step-00000200.3f9c.tmp/      being written, or left by a job that died; never chosen
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from resharding.checkpoint.format import INDEX_NAME, BadCheckpoint
+
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8,})")
+_TEMPORARY = re.compile(r"\.step-(\d{8,})\.([0-9a-z]+)\.tmp")
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a complete checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def temporary_name(step: int, nonce: str) -> str:
+    """Return the name of a folder in which a checkpoint is being written; ``nonce`` is the job's own."""
+    return f".{folder_name(step)}.{nonce}.tmp"
+
+
+def fresh_nonce() -> str:
+    """Return a word that no other attempt has."""
+    return secrets.token_hex(4)
+
+
+def complete_in(root: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of every complete checkpoint, oldest first."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in root.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match is not None and (path / INDEX_NAME).is_file():
+                found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def candidates(root: Path) -> list[Path]:
+    """Return the complete checkpoints to try, best first: what ``latest`` names, then the others, newest first."""
+    found = [path for _, path in reversed(complete_in(root))]
+    named = latest_of(root)
+    if named in found:
+        found.remove(named)
+        found.insert(0, named)
+    return found
+
+
+def latest_of(root: Path) -> Path | None:
+    """Return the folder that ``latest`` names, whether or not it is there."""
+    try:
+        name = (root / LATEST).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return root / name if _NAME.fullmatch(name) else None
+
+
+def resolve(path: Path) -> Path:
+    """Return the folder of one checkpoint: ``path`` itself, or the newest in it.
+
+    Raises ``BadCheckpoint`` for anything else, saying what it seems to be.
+    """
+    if (path / INDEX_NAME).is_file():
+        return path
+    found = candidates(path)
+    if found:
+        return found[0]
+    if not path.exists():
+        raise BadCheckpoint(f"{path} does not exist; point at the folder of a checkpoint")
+    kind = kind_of(path)
+    if kind is not None:
+        raise BadCheckpoint(f"{path} is {_DESCRIBED[kind]}; turn it into one with 'liverun checkpoint convert'")
+    if any(path.glob(".step-*.tmp")):
+        raise BadCheckpoint(f"{path} holds no checkpoint that was finished; the job died while it wrote its first")
+    raise BadCheckpoint(f"{path} is no checkpoint, it has no {INDEX_NAME}; point at a folder that has one")
+
+
+def kind_of(path: Path) -> str | None:
+    """Tell whose checkpoint a folder is, if it is not ours: ``megatron``, ``dcp``, ``universal`` or ``deepspeed``."""
+    return next((kind for name, kind in _FOREIGN.items() if any(path.glob(name))), None)
+
+
+_FOREIGN = {
+    "metadata.json": "megatron", ".metadata": "dcp", "zero/*/fp32.pt": "universal",
+    "*mp_rank_*_model_states.pt": "deepspeed", "zero_pp_rank_*_model_states.pt": "deepspeed",
+    "*_optim_states.pt": "deepspeed",
+}  # fmt: skip
+_DESCRIBED = {
+    "megatron": "a Megatron checkpoint of the torch_dist format",
+    "dcp": "a checkpoint of torch.distributed.checkpoint",
+    "universal": "a DeepSpeed universal checkpoint", "deepspeed": "a DeepSpeed checkpoint",
+}  # fmt: skip
+
+
+def publish(root: Path, temporary: Path, step: int) -> Path:
+    """Give a folder that is whole and on disk its name, then point ``latest`` at it. Raises ``OSError``."""
+    sync_folder(temporary)
+    path = root / folder_name(step)
+    if path.exists():
+        _discard(path)
+    temporary.rename(path)
+    sync_folder(root)
+    write_synced(root / LATEST, f"{path.name}\n".encode())
+    return path
+
+
+def prune(root: Path, keep_last: int) -> list[Path]:
+    """Remove all complete checkpoints but the ``keep_last`` newest; what ``latest`` names stays. Returns them."""
+    old = [path for _, path in complete_in(root)[: -keep_last or None]]
+    gone = [path for path in old if path != latest_of(root)]
+    for path in gone:
+        _discard(path)
+    return gone
+
+
+def clear_temporary(root: Path, nonce: str, step: int) -> None:
+    """Remove what jobs that died, or saves of ours up to ``step``, have left half-written."""
+    for path in root.glob(".step-*.tmp"):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None or match[2] != nonce or int(match[1]) <= step:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Replace a file as a whole: after a crash it is the old one or the new one. Raises ``OSError``."""
+    temporary = path.with_name(f".{path.name}.{fresh_nonce()}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has a folder's names."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _discard(path: Path) -> None:
+    """Remove a complete checkpoint: it loses its name first, so that no half of it is ever taken for a whole."""
+    gone = path.with_name(f".{path.name}.{fresh_nonce()}.old.tmp")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)

@@ -1,0 +1,91 @@
+"""Which tensors of a Megatron model are fused, and of what; read from its modules, not from their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from resharding import megatron
+from resharding.checkpoint.fused import Fused, experts, gate_up, query_key_value
+
+
+def fused_in(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Fused]:
+    """Return the parts of every fused tensor that these chunks hold a part of, by its name without kind.
+
+    Chunks of other pipeline stages add theirs. A tensor that is fused in a way not known here is left whole, which
+    is no harm: layouts agree on it as it is.
+    """
+    attentions: dict[int, Any] = {}
+    gated: set[int] = set()
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            config = getattr(module, "config", None)
+            if hasattr(module, "linear_qkv") and hasattr(module, "num_query_groups_per_partition"):
+                attentions.update({id(param): module for param in _matrix(module.linear_qkv)})
+            if getattr(config, "gated_linear_unit", False):
+                gated.update(id(param) for param in _first_matrix(module))
+    found: dict[str, Fused] = {}
+    for part in megatron._placed(model_chunks):
+        name, shape = part.key, part.global_shape
+        owner = id(part.owner)
+        if owner in attentions:
+            found.update(_attention(name, attentions[owner], shape))
+            continue
+        names = [name]
+        if ".experts." in name and len(shape) - part.owner.ndim in (0, 1) and _has_experts_first(part):
+            found[name] = experts(name, shape[0])
+            names, shape = [row for row, _ in found[name].parts], shape[1:]
+        if owner in gated and shape and shape[0] % 2 == 0:
+            found.update({each: gate_up(each, shape[0] // 2) for each in names})
+    return found
+
+
+CONFIG_FIELDS = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "num_moe_experts",
+)  # fmt: skip
+MODULE_FIELDS = ("max_sequence_length", "rotary_base", "rotary_percent", "vocab_size", "position_embedding_type")
+
+
+def described(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Return what a model's configuration says that its tensors do not, as JSON: for tools that read checkpoints."""
+    found: dict[str, Any] = {}
+    for chunk in model_chunks:
+        module = megatron._unwrapped(chunk)
+        for holder, names in ((getattr(module, "config", None), CONFIG_FIELDS), (module, MODULE_FIELDS)):
+            for name in names:
+                value = getattr(holder, name, None)
+                if isinstance(value, bool | int | float | str):
+                    found[name] = value
+    return found
+
+
+def _matrix(linear: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield weights and biases; a norm may live in the same module. Experts in one module have them numbered."""
+    for name, param in linear.named_parameters(recurse=False):
+        if re.fullmatch(r"(weight|bias)\d*", name):
+            yield param
+
+
+def _first_matrix(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    if hasattr(module, "linear_fc1") and hasattr(module, "linear_fc2"):
+        yield from _matrix(module.linear_fc1)
+    elif hasattr(module, "weight1") and hasattr(module, "weight2"):  # experts that lie in one tensor
+        yield module.weight1
+
+
+def _has_experts_first(part: Any) -> bool:
+    """Tell whether the first axis is that of the experts: it is prepended, or they lie in one matrix."""
+    return bool(part.prepended == 1 or len(part.global_shape) == part.owner.ndim + 1)
+
+
+def _attention(name: str, module: Any, shape: tuple[int, ...]) -> dict[str, Fused]:
+    config = module.config
+    found = query_key_value(
+        name, heads=config.num_attention_heads, groups=config.num_query_groups,
+        head_dim=module.hidden_size_per_attention_head, gated=bool(getattr(config, "attention_output_gate", False)),
+    )  # fmt: skip
+    return {name: found} if shape and shape[0] == found.rows else {}

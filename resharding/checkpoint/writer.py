@@ -1,0 +1,222 @@
+"""From the holdings of all ranks to one folder: each box is written once, by one of those who hold it.
+
+Protocol between the ranks of a world, which share nothing here but the folder:
+
+1. Every rank computes the same layout of the files, and from everybody's listing its own share (``share_of``). The
+   planner does it: files are one more rank, which holds nothing and needs everything.
+2. Every rank copies its share out of the state (``snapshot``): this is all that training waits for.
+3. Every rank puts the bytes where they belong in the files of the temporary folder, syncs them, and then says so in a
+   small file of its own, with digests of what it wrote (``write_share``). Rank 0 also writes the headers.
+4. Rank 0 waits until every rank has said so, adds the digests up, writes the index, and gives the folder its name
+   (``commit``). A checkpoint exists from that rename on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resharding.boxes import Box, Holding, Shape
+from resharding.checkpoint import folder as folders
+from resharding.checkpoint.bits import bits_of_tensor, cut_of
+from resharding.checkpoint.files import MAX_FILE_BYTES, Files, describe_files, lay_out
+from resharding.checkpoint.format import INDEX_NAME, BadCheckpoint, Index, Meta, tensors_of
+from resharding.checkpoint.fused import Fused
+from resharding.checkpoint.parts import Part, Sums, add_sums, sums_of
+from resharding.listing import Listing, Tensor
+from resharding.plan import Cut, plan_for
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """What a checkpoint's folder will hold; equal on all ranks."""
+
+    index: Index
+    """without digests"""
+    headers: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank writes, as cuts of its own pieces."""
+
+    rank: int
+    num_ranks: int
+    cuts: tuple[Cut, ...]
+
+
+def tensors_in(listings: Sequence[Listing], *, vocab_size: int | None = None) -> tuple[Tensor, ...]:
+    """Return every tensor that a rank holds a box of. ``vocab_size``: rows beyond it are padding, and left out."""
+    found: dict[str, Tensor] = {}
+    for block in {id(block): block for listing in listings for block, _ in listing.entries}.values():
+        for unit in block.units:
+            for tensor in unit:
+                found.setdefault(tensor.key, tensor)
+    return tuple(_stripped(tensor, vocab_size) for tensor in found.values())
+
+
+def _stripped(tensor: Tensor, vocab_size: int | None) -> Tensor:
+    if vocab_size is None or not tensor.padded or tensor.global_shape[0] <= vocab_size:
+        return tensor
+    return replace(tensor, global_shape=(vocab_size, *tensor.global_shape[1:]))
+
+
+def design(
+    whole: Sequence[Tensor], fused: Mapping[str, Fused], *, max_file_bytes: int = MAX_FILE_BYTES
+) -> Design:
+    """Lay out the files for ``whole`` tensors.
+
+    Raises ``ValueError`` for a tensor that is not fused as ``fused`` says.
+    """
+    used: dict[str, Fused] = {}
+    left = [tensor.key.partition("/")[2] for tensor in whole]
+    while left:
+        name = left.pop()
+        if name in fused and name not in used:
+            used[name] = fused[name]
+            left.extend(part for part, _ in fused[name].parts)
+    entries, headers = lay_out(tensors_of(whole, used), max_file_bytes)
+    index = Index(
+        meta=Meta(step=0, consumed_samples=0), entries=tuple(entries), files=describe_files(entries, headers),
+        fused=dict(sorted(used.items())), whole=tuple(sorted(whole, key=lambda tensor: tensor.key)),
+    )  # fmt: skip
+    return Design(index=index, headers=headers)
+
+
+def share_of(rank: int, listings: Sequence[Listing], hosts: Sequence[str], whole: Sequence[Tensor]) -> Share:
+    """Return which cuts of its pieces ``rank`` writes, or answers for, so that all write each element once.
+
+    ``listings`` and ``hosts`` are indexed by rank. Raises ``Unplannable`` for elements of ``whole`` that no rank has.
+    """
+    size = len(listings)
+    nothing = Listing(())
+    boxes = [Box(t.key, t.dtype, t.global_shape, (0,) * len(t.global_shape), t.global_shape, t.padded) for t in whole]
+    plan = plan_for(
+        rank, [*listings, nothing], [nothing] * size + [Listing.explicit(boxes)], [*hosts, "files"]
+    )
+    return Share(rank=rank, num_ranks=size, cuts=tuple(send.cut for send in plan.sends))
+
+
+def snapshot(share: Share, holding: Holding) -> list[Part]:
+    """Copy a rank's share to memory of its own. Training may go on afterwards."""
+    parts = []
+    with torch.no_grad():
+        for cut in share.cuts:
+            piece = holding.pieces[cut.piece]
+            live = cut_of(piece.view(), cut)
+            copy = torch.empty(cut.shape, dtype=live.dtype, device="cpu")
+            copy.copy_(live)
+            parts.append(Part(key=piece.box.key, offset=_global(piece.box, cut), data=bits_of_tensor(copy)))
+    return parts
+
+
+def live_parts(share: Share, holding: Holding) -> list[Part]:
+    """Return a rank's share as views of the state itself, where it lies on the CPU and in C order, else copies."""
+    parts = []
+    for cut in share.cuts:
+        piece = holding.pieces[cut.piece]
+        data = bits_of_tensor(cut_of(piece.view(), cut).contiguous().cpu())
+        parts.append(Part(key=piece.box.key, offset=_global(piece.box, cut), data=data))
+    return parts
+
+
+def _global(box: Box, cut: Cut) -> Shape:
+    return tuple(o + s for o, s in zip(box.offset, cut.start, strict=True))
+
+
+def write_share(
+    temporary: Path, plan: Design, rank: int, parts: Sequence[Part], small: Mapping[str, Any]
+) -> Sums:
+    """Write one rank's share into the temporary folder, and say so there; ``small`` is JSON for ``commit``.
+
+    Raises ``OSError``; the folder is then of no use.
+    """
+    temporary.mkdir(parents=True, exist_ok=True)
+    with Files(temporary, writing=True) as files:
+        if rank == 0:
+            sizes = {file.name: file.nbytes for file in plan.index.files}
+            for name, header in plan.headers.items():
+                files.create(name, header, sizes[name])
+        found = sums_of(plan.index, parts, sink=files.write)
+        files.sync()
+    said = {"sums": {key: list(row) for key, row in found.items()}, "small": small}
+    folders.write_synced(temporary / _said_name(rank), json.dumps(said).encode())
+    return found
+
+
+def say_failed(temporary: Path, rank: int, reason: str) -> None:
+    """Let rank 0 know that a share will not come, as far as the disk allows."""
+    with contextlib.suppress(OSError):
+        (temporary / _failed_name(rank)).write_text(reason)
+
+
+def _raise_failure(temporary: Path, num_ranks: int) -> None:
+    for rank in range(num_ranks):
+        path = temporary / _failed_name(rank)
+        if path.exists():
+            raise BadCheckpoint(f"rank {rank} could not write its share: {path.read_text() or 'see its log'}")
+
+
+def _said_name(rank: int) -> str:
+    return f".said-{rank}.json"
+
+
+def _failed_name(rank: int) -> str:
+    return f".failed-{rank}"
+
+
+def commit(
+    root: Path,
+    temporary: Path,
+    plan: Design,
+    *,
+    num_ranks: int,
+    meta_of: Callable[[Sequence[Any]], Meta],
+    timeout_s: float,
+    keep_last: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Path:
+    """On rank 0: wait for all ranks, write the index, and make the checkpoint exist; returns its folder.
+
+    ``meta_of`` is given what every rank passed as ``small``, in rank order. Raises ``TimeoutError`` naming a rank
+    that has not written its share, ``BadCheckpoint`` if one said that it cannot, or if shares do not make up the
+    whole, and ``OSError``.
+    """
+    deadline = clock() + timeout_s
+    said: list[Any] = []
+    for rank in range(num_ranks):
+        path = temporary / _said_name(rank)
+        while not path.exists():
+            _raise_failure(temporary, num_ranks)
+            if clock() > deadline:
+                raise TimeoutError(
+                    f"rank {rank} has not written its share to {temporary} within {timeout_s:g} s; is that folder "
+                    "the same on every node?"
+                )
+            time.sleep(POLL_S)  # another process, perhaps on another node: there is no event to wait for
+        said.append(json.loads(path.read_bytes()))
+    totals = add_sums([{key: (row[0], row[1]) for key, row in part["sums"].items()} for part in said])
+    entries = []
+    for entry in plan.index.entries:
+        digest, nbytes = totals.get(entry.key, (0, 0))
+        if nbytes != entry.nbytes:
+            raise BadCheckpoint(f"{entry.key} has {entry.nbytes} bytes, and the ranks wrote {nbytes}")
+        entries.append(replace(entry, digest=digest))
+    meta = meta_of([part["small"] for part in said])
+    index = replace(plan.index, entries=tuple(entries), meta=meta)
+    folders.write_synced(temporary / INDEX_NAME, index.encode())
+    for rank in range(num_ranks):
+        (temporary / _said_name(rank)).unlink()
+    path = folders.publish(root, temporary, meta.step)
+    if keep_last is not None:
+        folders.prune(root, keep_last)
+    return path
