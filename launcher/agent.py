@@ -151,7 +151,8 @@ class Agent:
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         threads = omp_threads(options.environ, options.nproc + options.standbys, count_cpus())
         forks = not options.fresh and options.mode != "program"
-        template_environ = {**options.environ, "LIVERUN_PRELOAD": options.preload or ("" if forks else "none")}
+        shared = {name: value for name, value in options.environ.items() if not name.startswith("LIVERUN_TOKEN")}
+        template_environ = {**shared, "LIVERUN_PRELOAD": options.preload or ("" if forks else "none")}
         if threads is not None:
             template_environ["OMP_NUM_THREADS"] = str(threads)  # read once, when torch is loaded
         self._template = TemplateClient(

@@ -184,7 +184,7 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         str, torch_option("--rdzv-id", "shown to workers as TORCHELASTIC_RUN_ID; the job's id if left out")
     ] = "none",
     rdzv_conf: Annotated[
-        str, torch_option("--rdzv-conf", "join_timeout=600,last_call_timeout=5,keep_alive_interval=1,…")
+        str, torch_option("--rdzv-conf", "join_timeout=600,last_call_timeout=5,keep_alive_interval=5,…")
     ] = "",
     node_rank: Annotated[
         int | None, torch_option("--node-rank", "place of this node among the nodes", parser=whole_number)

@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher.options import RunOptions
 
 PRIVATE = (
-    "LIVERUN_PRELOAD", "LIVERUN_OUTCOME", "LIVERUN_FUNCTION",
+    "LIVERUN_TOKEN", "LIVERUN_TOKEN_FILE", "LIVERUN_PRELOAD", "LIVERUN_OUTCOME", "LIVERUN_FUNCTION",
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 """not handed on from the launcher's own environment"""

@@ -31,6 +31,8 @@ from launcher.store.guard import Guard
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 SIGN_EVERY_S = 0.5
+CLOSED_SHARE = 1 / 3
+"""of the silence after which an agent is lost: how long it may be without a connection"""
 FIRST_FRAME_S = 5.0
 
 
@@ -41,6 +43,8 @@ class Remote:
     secret: str
     courier: Courier
     heard_at: float
+    closed_at: float | None = None
+    """since when there is no connection"""
     node: str = ""
     peer: _Peer | None = None
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -139,8 +143,12 @@ class Hub(Guard):
             remote = None if first is None else await self._admit(first, peer)
             if remote is None:
                 return
-            while (frame := await peer.receive()) is not None:
-                self._heard(remote, frame)
+            try:
+                while (frame := await peer.receive()) is not None:
+                    self._heard(remote, frame)
+            finally:
+                if remote.peer is peer:
+                    remote.peer, remote.closed_at = None, self._clock()
         except TimeoutError:
             pass
         finally:
@@ -168,7 +176,7 @@ class Hub(Guard):
             remote.peer.drop()
         for frame in remote.courier.again():
             peer.post(frame)
-        remote.peer, remote.heard_at = peer, self._clock()
+        remote.peer, remote.heard_at, remote.closed_at = peer, self._clock(), None
         return remote
 
     def _heard(self, remote: Remote, frame: dict[str, Any]) -> None:
@@ -197,6 +205,18 @@ class Hub(Guard):
         self._remotes.pop(remote.node, None)
         remote.gone.set()
 
+    def _why_lost(self, remote: Remote) -> str | None:
+        """Return why an agent is given up: by silence, or sooner if its connection has ended and it makes no other.
+
+        The second is what a killed agent looks like, the first one whose link is cut, or whose host stands still.
+        """
+        now = self._clock()
+        if remote.closed_at is not None and now - remote.closed_at > self._lost_after_s * CLOSED_SHARE:
+            return f"its connection ended {now - remote.closed_at:.1f} s ago, and it made no other"
+        if now - remote.heard_at > self._lost_after_s:
+            return f"nothing was heard of it for {self._lost_after_s:g} s"
+        return None
+
     async def _watch(self) -> None:
         while True:
             for remote in list(self._remotes.values()):
@@ -204,9 +224,9 @@ class Hub(Guard):
                     break
                 if remote.peer is not None:
                     remote.peer.post(remote.courier.sign())
-                if self._clock() - remote.heard_at > self._lost_after_s:
+                if (why := self._why_lost(remote)) is not None:
                     self._forget(remote)
-                    self._controller.lose(remote.node, f"nothing was heard of it for {self._lost_after_s:g} s")
+                    self._controller.lose(remote.node, why)
                     if remote.peer is not None:
                         remote.peer.drop()
             await asyncio.sleep(SIGN_EVERY_S)

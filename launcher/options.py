@@ -47,7 +47,7 @@ class Meeting:
     """how long the fewest nodes may take to come"""
     last_call_s: float = 5.0
     """how long the first world waits for more nodes once there are enough"""
-    lost_after_s: float = 5.0
+    lost_after_s: float = 15.0
     """silence after which a node is given up"""
 
 

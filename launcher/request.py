@@ -258,8 +258,8 @@ def _meeting(words: RunWords, min_nodes: int, max_nodes: int, warnings: list[str
 
 def _lost_after(conf: dict[str, str], warnings: list[str]) -> float:
     """Read the last of ``--rdzv-conf``, and warn about what has no meaning here."""
-    interval_s = _conf_seconds(conf, ("keep_alive_interval",), 1.0)
-    attempts = _conf_seconds(conf, ("keep_alive_max_attempt",), 5.0)
+    interval_s = _conf_seconds(conf, ("keep_alive_interval",), 5.0)
+    attempts = _conf_seconds(conf, ("keep_alive_max_attempt",), 3.0)
     for name in ("read_timeout", "close_timeout", "heartbeat_timeout", "store_type", "use_agent_store", "rank"):
         conf.pop(name, None)  # torch's own, of no consequence here
     warnings += [f"--rdzv-conf {name} has no meaning here, and is ignored" for name in conf]

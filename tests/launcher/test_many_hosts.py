@@ -17,7 +17,7 @@ from hosts import Host, hosts, why_not
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
-QUICK = "last_call_timeout=0,keep_alive_interval=0.5,keep_alive_max_attempt=4"
+QUICK = "last_call_timeout=0,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 @pytest.fixture
