@@ -46,19 +46,22 @@ async def doors(
     """
     assert entry.token is not None
     assert entry.door is not None
+    context = meeting.tls.server() if meeting.tls is not None else None
     hub = Hub(
         controller, entry.token, job=entry.name, term=entry.term, lost_after_s=meeting.lost_after_s,
-        random=secrets.token_bytes,
+        random=secrets.token_bytes, ssl_context=context,
     )  # fmt: skip
     server, keeping = None, None
     if own is not None:
         await own.put(CONTROLLER_KEY, controller_value(entry.host, entry.door, job=entry.job, term=entry.term))
-        server = StoreServer(own.engine, entry.token, job=entry.name, random=secrets.token_bytes, beat_s=BEAT_S)
+        server = StoreServer(
+            own.engine, entry.token, job=entry.name, random=secrets.token_bytes, beat_s=BEAT_S, ssl_context=context
+        )
         gate = WriteGate(
             own_name, server.heard, voters=(), horizon_s=meeting.lost_after_s, clock=own.engine.clock
         )
         own.engine.gate = gate
-        keeping = asyncio.create_task(_look_for_another(controller, own, gate, entry, own_name))
+        keeping = asyncio.create_task(_look_for_another(controller, own, gate, entry, meeting, own_name))
         controller.world_changed = lambda nodes: gate.set_voters([controller.agents[node] for node in nodes])
     elif entry.store is not None and entry.lease is not None:
         held = HeldLease(entry.store, entry.lease, LEADER_LEASE_S, clock=time.monotonic)
@@ -89,8 +92,8 @@ async def doors(
             await entry.store.aclose()
 
 
-async def _look_for_another(
-    controller: Controller, own: EmbeddedStore, gate: WriteGate, entry: Entry, own_name: str
+async def _look_for_another(  # noqa: PLR0917  (a task of doors(), with what that has)
+    controller: Controller, own: EmbeddedStore, gate: WriteGate, entry: Entry, meeting: Meeting, own_name: str
 ) -> None:
     """While too few nodes are in sight, ask those that can be reached whether the store is elsewhere by now."""
     assert entry.token is not None
@@ -100,7 +103,8 @@ async def _look_for_another(
             continue
         records = [json.loads(item.value) for item in await own.list("node/") if item.key != "node/next"]
         places = [Place(node["host"], node["peers"]) for node in records if node["peers"]]
-        found = await ask_where(places, entry.token, job=entry.name, agent=own_name)
+        context = meeting.tls.client() if meeting.tls is not None else None
+        found = await ask_where(places, entry.token, job=entry.name, agent=own_name, context=context)
         if found is not None and found.term > own.engine.term:
             controller.give_way(found.place)
 

@@ -38,17 +38,24 @@ from launcher.store.client import RemoteStore
 from launcher.store.door import bind_one
 from launcher.store.errors import ForbiddenError
 from launcher.store.etcd import EtcdStore
+from launcher.store.etcd_gateway import Login
 from launcher.store.link import Place
 
 CONTROLLER_KEY = "controller"
 ASK_EVERY_S = 0.2
 LEADER_LEASE_S = 10.0
+ETCD_USER, ETCD_PASSWORD = "LIVERUN_ETCD_USER", "LIVERUN_ETCD_PASSWORD"
 EXIT_UNREACHABLE, EXIT_NOT_ALLOWED, EXIT_USAGE = 69, 77, 2
 
 
 async def enter(options: RunOptions, meeting: Meeting, uid: int) -> Entry:
     """Find the job or begin it. Raises ``JobError``."""
     place = Place(meeting.host, meeting.port)
+    try:
+        if meeting.tls is not None:
+            meeting.tls.server()  # any node may have to be connected to, sooner or later
+    except ValueError as error:
+        raise JobError(str(error), EXIT_USAGE) from None
     name = options.job or options.rdzv_id or str(place)
     listener = _listen(meeting)
     token = _token(options.environ, name, uid, make=listener is not None or meeting.backend == "etcd")
@@ -68,13 +75,19 @@ async def enter_elsewhere(options: RunOptions, meeting: Meeting, name: str, toke
         host = meeting.address or _own_address(place)
     except OSError as error:
         raise JobError(f"--rdzv-endpoint {place}: {error.strerror or error}", EXIT_UNREACHABLE) from None
+    try:
+        context = meeting.tls.client() if meeting.tls is not None else None
+    except ValueError as error:
+        raise JobError(str(error), EXIT_USAGE) from None
     store: RemoteStore | EtcdStore
     if meeting.backend == "etcd":
-        store = EtcdStore([place], job=re.sub("[^A-Za-z0-9._-]", "_", name))
+        store = EtcdStore(
+            [place], job=re.sub("[^A-Za-z0-9._-]", "_", name), login=_login(options.environ), ssl_context=context
+        )
     else:
         store = RemoteStore(
             [place], token, job=name, node=f"{host}:{os.getpid()}", role="agent", random=secrets.token_bytes,
-            timeout_s=min(5.0, meeting.join_timeout_s),
+            timeout_s=min(5.0, meeting.join_timeout_s), ssl_context=context,
         )  # fmt: skip
     try:
         return await _elsewhere(
@@ -179,6 +192,14 @@ def _token(environ: Mapping[str, str], name: str, uid: int, *, make: bool) -> To
         raise JobError(str(error), EXIT_NOT_ALLOWED) from None
     except OSError as error:
         raise JobError(f"the token of job {name}: {error}", EXIT_NOT_ALLOWED) from None
+
+
+def _login(environ: Mapping[str, str]) -> Login | None:
+    """Read etcd's user and password from the environment, where no argument shows them. Raises ``JobError``."""
+    user, password = environ.get(ETCD_USER), environ.get(ETCD_PASSWORD)
+    if (user is None) != (password is None):
+        raise JobError(f"{ETCD_USER} and {ETCD_PASSWORD} go together; set both or none", EXIT_USAGE)
+    return None if user is None or password is None else Login(user=user, password=password)
 
 
 def token_path(environ: Mapping[str, str], name: str) -> Path:

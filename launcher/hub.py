@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -56,9 +57,10 @@ class Hub(Guard):
 
     def __init__(
         self, controller: Controller, token: Token, *, job: str, term: int, lost_after_s: float,
-        random: Callable[[int], bytes], clock: Callable[[], float] = time.monotonic,
+        random: Callable[[int], bytes], ssl_context: ssl.SSLContext | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        super().__init__(token, job=job, random=random)
+        super().__init__(token, job=job, random=random, ssl_context=ssl_context)
         self._controller = controller
         self._term = term
         self._lost_after_s = lost_after_s

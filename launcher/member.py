@@ -98,7 +98,7 @@ class Member(Agent):
         assert entry.token is not None
         succession = Succession(
             entry.store, entry.token, job=entry.name, agent=self._agent_name, horizon_s=meeting.lost_after_s,
-            voters=lambda: self._node.voters, generation=lambda: self._node.generation,
+            voters=lambda: self._node.voters, generation=lambda: self._node.generation, tls=meeting.tls,
         )  # fmt: skip
         await succession.start(entry.host, door)
         return succession
@@ -116,7 +116,9 @@ class Member(Agent):
         identity = Identity(
             token=entry.token, job=entry.name, node=self._agent_name, role="agent", random=secrets.token_bytes
         )
-        uplink = self._uplink = Uplink(entry.controller, identity, term=entry.term)
+        tls = self._options.meeting.tls if self._options.meeting is not None else None
+        context = tls.client() if tls is not None else None
+        uplink = self._uplink = Uplink(entry.controller, identity, term=entry.term, ssl_context=context)
         self._talking = asyncio.create_task(uplink.run(offer, self._entered, self._node.do))
         ended = False
         try:

@@ -12,9 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.streams import NO_STREAMS, StreamChoice
 from liverun.layout import Layout
+
+if TYPE_CHECKING:
+    from launcher.store.tls import Tls
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DEFAULT_SHUTDOWN_TIMEOUT_S = 30.0
@@ -47,6 +51,8 @@ class Meeting:
     """how long the fewest nodes may take to come"""
     last_call_s: float = 5.0
     """how long the first world waits for more nodes once there are enough"""
+    tls: Tls | None = None
+    """for every connection between nodes, and to the store"""
     lost_after_s: float = 15.0
     """silence after which a node is given up"""
 

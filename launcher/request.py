@@ -28,6 +28,7 @@ from launcher.options import (
     refuse_if,
 )
 from launcher.rundir import resolve_root
+from launcher.store.tls import Tls
 from launcher.streams import StreamChoice, parse_filters, parse_ranks
 
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -252,8 +253,24 @@ def _meeting(words: RunWords, min_nodes: int, max_nodes: int, warnings: list[str
         address=words.local_addr,
         join_timeout_s=_conf_seconds(conf, ("join_timeout", "timeout"), 600.0),
         last_call_s=_conf_seconds(conf, ("last_call_timeout",), 5.0),
-        lost_after_s=_lost_after(conf, warnings),
+        tls=_tls(conf), lost_after_s=_lost_after(conf, warnings),
     )  # fmt: skip
+
+
+def _tls(conf: dict[str, str]) -> Tls | None:
+    """Read ``tls_ca``, ``tls_cert``, ``tls_key``; torch calls them ``cacert``, ``ssl_cert`` and ``ssl_cert_key``."""
+    found = {}
+    for ours, torchs in (("tls_ca", "cacert"), ("tls_cert", "ssl_cert"), ("tls_key", "ssl_cert_key")):
+        for name in (ours, torchs):
+            if name in conf:
+                found[ours] = Path(conf.pop(name)).absolute()
+                refuse_if(not found[ours].is_file(), f"--rdzv-conf {name}={found[ours]}: there is no such file")
+    conf.pop("protocol", None)  # torch's, for etcd: said by tls_ca here
+    if not found:
+        return None
+    refuse_if("tls_ca" not in found, "--rdzv-conf tls_cert and tls_key go with tls_ca: whom this node trusts")
+    refuse_if(("tls_cert" in found) != ("tls_key" in found), "--rdzv-conf tls_cert and tls_key go together")
+    return Tls(ca=found["tls_ca"], cert=found.get("tls_cert"), key=found.get("tls_key"))
 
 
 def _lost_after(conf: dict[str, str], warnings: list[str]) -> float:

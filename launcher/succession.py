@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ from launcher.store.guard import Guard
 from launcher.store.link import Identity, Place, connect
 from launcher.store.mirror import Mirror
 from launcher.store.quorum import majority, successor
+from launcher.store.tls import Tls
 
 ASK_TIMEOUT_S = 1.0
 
@@ -62,14 +64,16 @@ class Succession(Guard):
 
     def __init__(
         self, store: RemoteStore, token: Token, *, job: str, agent: str, horizon_s: float,
-        voters: Callable[[], Mapping[str, Any]], generation: Callable[[], int],
+        voters: Callable[[], Mapping[str, Any]], generation: Callable[[], int], tls: Tls | None = None,
     ) -> None:  # fmt: skip
         """``agent``: what this one is called in the store's proofs.
 
         ``voters`` gives the nodes of the active world, each as ``{"host", "agent", "peers"}``, and ``generation`` the
         highest that was heard of here: both may be ahead of the copy, which is half a second old.
         """
-        super().__init__(token, job=job, random=secrets.token_bytes)
+        server = tls.server() if tls is not None else None
+        super().__init__(token, job=job, random=secrets.token_bytes, ssl_context=server)
+        self._client_ssl = tls.client() if tls is not None else None
         self.mirror = Mirror(store)
         self.moved: Moved | None = None
         self._store = store
@@ -204,28 +208,32 @@ class Succession(Guard):
         identity = Identity(
             token=self._token, job=self._job, node=self._agent, role="agent", random=secrets.token_bytes
         )
-        return await _ask(http, place, identity, message)
+        return await _ask(http, place, identity, message, self._client_ssl)
 
 
 async def _ask(
-    http: aiohttp.ClientSession, place: Place, identity: Identity, message: dict[str, Any]
-) -> dict[str, Any] | None:
+    http: aiohttp.ClientSession, place: Place, identity: Identity, message: dict[str, Any],
+    context: ssl.SSLContext | None,
+) -> dict[str, Any] | None:  # fmt: skip
     """Ask one peer; ``None`` if it does not answer in time."""
     with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError, StoreError):
         async with (
             asyncio.timeout(ASK_TIMEOUT_S),
-            connect(http, place, identity, generation=None, min_term=0, context=None) as link,
+            connect(http, place, identity, generation=None, min_term=0, context=context) as link,
         ):
             link.post(message)
             return await anext(link.__aiter__(), None)
     return None
 
 
-async def ask_where(places: list[Place], token: Token, *, job: str, agent: str) -> Moved | None:
+async def ask_where(
+    places: list[Place], token: Token, *, job: str, agent: str, context: ssl.SSLContext | None
+) -> Moved | None:
     """Ask agents where the store is now; ``None`` if none of them knows of another place."""
     identity = Identity(token=token, job=job, node=agent, role="agent", random=secrets.token_bytes)
     async with aiohttp.ClientSession(trust_env=False, cookie_jar=aiohttp.DummyCookieJar()) as http:
-        for answer in await asyncio.gather(*(_ask(http, place, identity, {"op": "silence"}) for place in places)):
+        asked = (_ask(http, place, identity, {"op": "silence"}, context) for place in places)
+        for answer in await asyncio.gather(*asked):
             if answer is not None and "moved" in answer:
                 return Moved(Place.parse(str(answer["moved"]["to"])), int(answer["moved"]["term"]))
     return None

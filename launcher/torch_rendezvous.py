@@ -41,7 +41,7 @@ from launcher.store.contract import Entry
 from launcher.store.errors import CompactedError, StoreError
 from launcher.store.limits import MAX_KEYS_PER_WRITE
 from launcher.store.link import Place
-from launcher.store.service import client_tls
+from launcher.store.tls import client_tls
 
 NAME = "liverun"
 LEASE_S = 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -26,14 +27,16 @@ class Uplink:
     """Reports go up, orders come down; each once, however often the connection breaks."""
 
     def __init__(
-        self, place: Place, identity: Identity, *, term: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, place: Place, identity: Identity, *, term: int, ssl_context: ssl.SSLContext | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.node = ""
         self.lost_after_s = 0.0
         self.heard_at = clock()
         self._place = place
         self._identity = identity
         self._term = term
+        self._ssl = ssl_context
         self._clock = clock
         self._secret = ""
         self._courier = Courier()
@@ -84,7 +87,7 @@ class Uplink:
                 await asyncio.sleep(BACKOFF_S)
 
     def _connection(self, http: aiohttp.ClientSession) -> AbstractAsyncContextManager[Connection]:
-        return connect(http, self._place, self._identity, generation=None, min_term=self._term, context=None)
+        return connect(http, self._place, self._identity, generation=None, min_term=self._term, context=self._ssl)
 
     async def _talk(
         self, link: Connection, offer: Enter, entered: Callable[[], None], take: Callable[[Order], None]

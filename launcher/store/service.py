@@ -21,6 +21,7 @@ from launcher.store.engine import Engine
 from launcher.store.errors import JournalError, StoreError
 from launcher.store.link import Place
 from launcher.store.server import StoreServer
+from launcher.store.tls import server_tls
 
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 69
@@ -113,30 +114,7 @@ def _tls(options: ServiceOptions) -> ssl.SSLContext | None:
         return None
     if options.tls_cert is None or options.tls_key is None:
         raise ValueError("--tls-cert and --tls-key go together; give both")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(options.tls_cert, options.tls_key)
-        if options.tls_client_ca is not None:
-            context.load_verify_locations(options.tls_client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
-        raise ValueError(f"certificate {options.tls_cert} or key {options.tls_key}: {error}") from None
-    return context
-
-
-def client_tls(
-    ca: Path | None, cert: Path | None = None, key: Path | None = None
-) -> ssl.SSLContext | None:
-    """Return what a client needs to trust a server whose certificate ``ca`` signed; ``None`` for plain."""
-    if ca is None:
-        if cert is not None or key is not None:
-            raise ValueError("a client certificate without the authority of the server's (--tls-ca)")
-        return None
-    context = ssl.create_default_context(cafile=str(ca))
-    if cert is not None:
-        context.load_cert_chain(cert, key)
-    return context
+    return server_tls(options.tls_cert, options.tls_key, options.tls_client_ca)
 
 
 def _publish(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +385,72 @@ def test_nodes_meet_at_etcd(bed: Bed) -> None:
     finally:
         etcd.terminate()
         etcd.wait()
+
+
+def certificate(folder: Path) -> dict[str, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command here to make a certificate with")
+    files = {"cert": folder / "cert.pem", "key": folder / "key.pem"}
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", str(files["key"]), "-out", str(files["cert"]), "-subj", "/CN=nodes",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return files
+
+
+def test_with_tls_nothing_between_nodes_is_in_the_clear_and_others_are_not_trusted(bed: Bed, tmp_path: Path) -> None:
+    files = certificate(bed.folder)
+    nodes = Nodes(bed, "1:2")
+    plain = list(nodes.words)
+    where = nodes.words.index(QUICK)
+    nodes.words[where] += f",tls_ca={files['cert']},tls_cert={files['cert']},tls_key={files['key']}"
+    first = nodes.start(1)
+    first.event("world")
+    nodes.words[where] = plain[where] + ",join_timeout=1"
+    without = nodes.start(1)
+    assert without.wait() == 69
+    (tmp_path / "other").mkdir()
+    other = certificate(tmp_path / "other")
+    nodes.words[where] = plain[where] + (
+        f",join_timeout=1,tls_ca={other['cert']},tls_cert={other['cert']},tls_key={other['key']}"
+    )
+    distrusts = nodes.start(1)
+    assert distrusts.wait() == 69
+    assert "certificate verify failed" in distrusts.stderr()
+    nodes.words[where] = plain[where] + f",tls_ca={files['cert']},tls_cert={files['cert']},tls_key={files['key']}"
+    second = nodes.start(1)
+    first.event("active")
+    assert first.finish() == 0
+    assert second.wait() == 0
+
+
+def test_etcd_with_tls_and_a_user(bed: Bed) -> None:
+    sys.path.insert(0, str(Path(__file__).parent / "store"))
+    from etcd_bed import EtcdServer, secure
+
+    from launcher.store.etcd_gateway import Login
+
+    files = certificate(bed.folder)
+    (bed.folder / "etcd").mkdir()
+    server = EtcdServer(bed.folder / "etcd", bed.folder)
+    server.start()
+    try:
+        secure(server, Login(user="liverun", password="etcd-secret"))
+        nodes = Nodes(bed, "1:2", "--rdzv-backend", "etcd", "--job", "at-etcd", LIVERUN_ETCD_USER="liverun")
+        nodes.words[3] = str(server.place)
+        nodes.words[nodes.words.index(QUICK)] += f",tls_ca={files['cert']},tls_cert={files['cert']},tls_key={files['key']}"
+        half = nodes.bed.launch(*nodes.words, nodes.script, **nodes.environ)
+        assert half.wait() == 2
+        assert "LIVERUN_ETCD_USER and LIVERUN_ETCD_PASSWORD go together" in half.stderr()
+        nodes.environ["LIVERUN_ETCD_PASSWORD"] = "etcd-secret"
+        first = nodes.start(1)
+        first.event("world")
+        second = nodes.start(1)
+        first.event("active")
+        assert first.finish() == 0
+        assert second.wait() == 0
+        assert "etcd-secret" not in first.stderr() + second.stderr()
+    finally:
+        server.stop()

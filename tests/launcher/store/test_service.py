@@ -21,7 +21,7 @@ from launcher.cli import main as command_line
 from launcher.store.auth import read_token_file
 from launcher.store.client import RemoteStore
 from launcher.store.link import Place
-from launcher.store.service import client_tls
+from launcher.store.tls import client_tls
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
