@@ -42,10 +42,30 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     assert not left, f"left behind: {left}"
 
 
+BF16 = ("--hidden-dropout=0.1", "--attention-dropout=0.1", "--bf16")
+BF16_STEPS = 24
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """What a run in bf16, with dropout, writes if nothing happens to it."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    job = Launched(out, PROBE, str(out), *arguments_for(corpus)(out, *BF16, steps=BF16_STEPS), nproc=2)
+    try:
+        assert job.finish() == 0, job.output()
+    finally:
+        left = job.close()
+    assert not left
+    return out
+
+
 @pytest.fixture
 def train_arguments(corpus: Path) -> Callable[..., list[str]]:
     """Arguments of a tiny run of the example."""
+    return arguments_for(corpus)
 
+
+def arguments_for(corpus: Path) -> Callable[..., list[str]]:
     def arguments(out: Path, *more: str, steps: int = 100) -> list[str]:
         return [
             f"--data-path={corpus}", f"--train-steps={steps}", "--num-layers=4", "--hidden-size=64",

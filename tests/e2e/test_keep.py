@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import PROBE
+from .conftest import BF16, BF16_STEPS, PROBE
 from .launch import Launched, read_lines
-from .test_resize import assert_bit_identical, losses, run_pair
+from .test_resize import assert_bit_identical, losses
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -81,10 +81,12 @@ def test_no_second_copy_of_the_state_ever_exists(
 
 
 def test_a_failure_before_anything_is_given_back_changes_nothing_and_nor_does_a_change_that_does(
-    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path, undisturbed: Path
 ) -> None:
-    job, quiet, disturbed = run_pair(
-        launch, train_arguments, tmp_path, "--hidden-dropout=0.1", "--attention-dropout=0.1", steps=24, standbys=2,
+    out = tmp_path / "out"
+    out.mkdir()
+    job = launch(
+        PROBE, str(out), *train_arguments(out, *BF16, steps=BF16_STEPS), nproc=2, standbys=2,
         options=NEVER, probe={"steps_per_change": 12, "fail_stream": 1},
     )
     job.until_trains()
@@ -97,8 +99,8 @@ def test_a_failure_before_anything_is_given_back_changes_nothing_and_nor_does_a_
     assert active["kept"] is False
     assert active["verify"]["mode"] == "full"
     assert job.finish() == 0, job.output()
-    assert_bit_identical(quiet, disturbed)
-    assert {row["generation"] for row in losses(disturbed).values()} == {1, 3}
+    assert_bit_identical(undisturbed, out)
+    assert {row["generation"] for row in losses(out).values()} == {1, 3}
 
 
 def test_a_failure_after_layers_are_given_back_ends_the_job_and_says_so(
