@@ -33,7 +33,7 @@ from resharding.checkpoint.parts import Part, Sums, add_sums, sums_of
 from resharding.listing import Listing, Tensor
 from resharding.plan import Cut, plan_for
 
-POLL_S = 0.02
+POLL_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def write_share(
         found = sums_of(plan.index, parts, sink=files.write)
         files.sync()
     said = {"sums": {key: list(row) for key, row in found.items()}, "small": small}
-    folders.write_synced(temporary / _said_name(rank), json.dumps(said).encode())
+    folders.write_whole(temporary / _said_name(rank), json.dumps(said).encode())
     return found
 
 
@@ -213,7 +213,7 @@ def commit(
         entries.append(replace(entry, digest=digest))
     meta = meta_of([part["small"] for part in said])
     index = replace(plan.index, entries=tuple(entries), meta=meta)
-    folders.write_synced(temporary / INDEX_NAME, index.encode())
+    folders.write_synced(temporary / INDEX_NAME, index.encode(), with_name=False)
     for rank in range(num_ranks):
         (temporary / _said_name(rank)).unlink()
     path = folders.publish(root, temporary, meta.step)
