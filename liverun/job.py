@@ -251,6 +251,8 @@ class Job:
         else:
             fence.activate(fence.new_globals(prepared.spec.generation))
             self._rebind(Training(model=[]))
+            if self._saver is not None:
+                self._saver.leave()
         worker.retire(old, prepared)
 
     def _leave(self) -> None:
