@@ -125,7 +125,7 @@ def of_liverun(job, _args, folder: Path, action: str, **_):
 
     saver = Saver(Settings(folder=folder))
     saver.enter(job._standing, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    saver._known()
+    saver.known()
     if action == "load":
         return lambda: saver.load(job.world.device) and None
 

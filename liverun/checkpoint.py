@@ -155,15 +155,43 @@ def _store_gather(standing: Standing, host: str, port: int) -> Gather:
     return gather
 
 
+class _Learning:
+    """Finding out, in a thread, what the ranks of one world hold."""
+
+    def __init__(self, standing: Standing, host: str, port: int) -> None:
+        self._ground: _Ground | None = None
+        self._trouble = "the world was left"
+        self._thread = threading.Thread(
+            target=self._learn, args=(standing, host, port), name="liverun-checkpoint-learn", daemon=True
+        )
+        self._thread.start()
+
+    def _learn(self, standing: Standing, host: str, port: int) -> None:
+        try:
+            self._ground = _learn(standing, _store_gather(standing, host, port))
+        except (RuntimeError, ValueError, AttributeError, OSError) as error:
+            # torch's store raises RuntimeErrors; a world that is left meanwhile has been emptied
+            self._trouble = in_short(error)
+
+    def known(self) -> _Ground:
+        """Wait for it. Raises ``RuntimeError`` if it could not be found out."""
+        self._thread.join()
+        if self._ground is None:
+            raise RuntimeError(f"the ranks could not tell each other what they hold: {self._trouble}")
+        return self._ground
+
+    def end(self) -> None:
+        """Wait a little: peers may be gone, and whoever waits for them only has to be out of torch."""
+        self._thread.join(timeout=_LEAVE_S)
+
+
 class Saver:
     """Saves and loads for one worker, over all the worlds it is in."""
 
     def __init__(self, settings: Settings, *, tell: Callable[[messages.Message], None] | None = None) -> None:
         self.settings = settings
         self._tell = tell
-        self._ground: _Ground | None = None
-        self._trouble = ""
-        self._learning: threading.Thread | None = None
+        self._learning: _Learning | None = None
         self._writing: threading.Thread | None = None
         self._saved_step = -1
 
@@ -171,23 +199,19 @@ class Saver:
 
     def enter(self, standing: Standing, host: str, port: int) -> None:
         """Begin to learn what the ranks of a world hold; its c10d store listens at ``host:port``."""
-        self._ground, self._trouble = None, ""
+        self._learning = _Learning(standing, host, port)
 
-        def learn() -> None:
-            try:
-                self._ground = _learn(standing, _store_gather(standing, host, port))
-            except (RuntimeError, ValueError, OSError) as error:  # torch's store raises RuntimeErrors
-                self._trouble = in_short(error)
+    def leave(self) -> None:
+        """Forget the world that was left, which nothing here may keep alive."""
+        self._learning = None
 
-        self._learning = threading.Thread(target=learn, name="liverun-checkpoint-learn", daemon=True)
-        self._learning.start()
+    def known(self) -> None:
+        """Wait until a checkpoint could be taken at once."""
+        self._known()
 
     def _known(self) -> _Ground:
-        assert self._learning is not None
-        self._learning.join()
-        if self._ground is None:
-            raise RuntimeError(f"the ranks could not tell each other what they hold: {self._trouble}")
-        return self._ground
+        assert self._learning is not None, "no world has been entered"
+        return self._learning.known()
 
     # --- loading ---
 
@@ -312,7 +336,7 @@ class Saver:
     def end(self) -> None:
         """At the interpreter's end: nothing of ours runs any more, and what was to be written is."""
         if self._learning is not None:
-            self._learning.join(timeout=_LEAVE_S)
+            self._learning.end()
         self.wait()
 
     def wait(self) -> None:

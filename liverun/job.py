@@ -292,6 +292,8 @@ class Job:
         else:
             fence.activate(fence.new_globals(prepared.spec.generation))
             self._rebind(Training(model=[]))
+            if self._saver is not None:
+                self._saver.leave()
         if prepared.late is not None:
             self._late = prepared.late if new is not None else None
             optimizer = new.training.optimizer if new is not None else None

@@ -139,8 +139,18 @@ def clear_temporary(root: Path, nonce: str, step: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: after a crash it is the old one or the new one. Raises ``OSError``."""
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that nobody sees before it is whole; a crash of the machine may lose it. Raises ``OSError``."""
+    temporary = path.with_name(f".{path.name}.{fresh_nonce()}.new")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
+
+def write_synced(path: Path, data: bytes, *, with_name: bool = True) -> None:
+    """Replace a file as a whole: after a crash it is the old one or the new one. Raises ``OSError``.
+
+    Without ``with_name`` its name is on disk only once the folder is synced.
+    """
     temporary = path.with_name(f".{path.name}.{fresh_nonce()}.new")
     try:
         with temporary.open("wb") as file:
@@ -151,7 +161,8 @@ def write_synced(path: Path, data: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if with_name:
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

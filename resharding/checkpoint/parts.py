@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,14 +33,19 @@ def sums_of(
     digests: dict[str, int] = defaultdict(int)
     nbytes: dict[str, int] = defaultdict(int)
     for part in parts:
-        for place in index.places(part.key, part.offset, part.data.shape):
-            inside = tuple(slice(s, s + n) for s, n in zip(place.start, place.shape, strict=True))
-            data = np.ascontiguousarray(part.data[inside]).reshape(place.entry_shape)
+        for entry, offset, data in slices_of(index, part):
             if sink is not None:
-                sink(place.entry, place.offset, data)
-            digests[place.entry.key] = (digests[place.entry.key] + digest_of(data, place.offset)) % 2**64
-            nbytes[place.entry.key] += data.nbytes
+                sink(entry, offset, data)
+            digests[entry.key] = (digests[entry.key] + digest_of(data, offset)) % 2**64
+            nbytes[entry.key] += data.nbytes
     return {key: (digests[key], nbytes[key]) for key in digests}
+
+
+def slices_of(index: Index, part: Part) -> Iterator[tuple[Entry, Shape, Bits]]:
+    """Yield where a part's numbers lie in files: the entry, the offset in it, and the numbers, C-contiguous."""
+    for place in index.places(part.key, part.offset, part.data.shape):
+        inside = tuple(slice(s, s + n) for s, n in zip(place.start, place.shape, strict=True))
+        yield place.entry, place.offset, np.ascontiguousarray(part.data[inside]).reshape(place.entry_shape)
 
 
 def add_sums(sides: Sequence[Sums]) -> dict[str, tuple[int, int]]:

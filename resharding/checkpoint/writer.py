@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,11 @@ from resharding.checkpoint.bits import bits_of_tensor, cut_of
 from resharding.checkpoint.files import MAX_FILE_BYTES, Files, describe_files, lay_out
 from resharding.checkpoint.format import INDEX_NAME, BadCheckpoint, Index, Meta, tensors_of
 from resharding.checkpoint.fused import Fused
-from resharding.checkpoint.parts import Part, Sums, add_sums, sums_of
+from resharding.checkpoint.parts import Part, Sums, add_sums, slices_of, sums_of
 from resharding.listing import Listing, Tensor
 from resharding.plan import Cut, plan_for
 
-POLL_S = 0.02
+POLL_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +147,26 @@ def write_share(
             sizes = {file.name: file.nbytes for file in plan.index.files}
             for name, header in plan.headers.items():
                 files.create(name, header, sizes[name])
-        found = sums_of(plan.index, parts, sink=files.write)
-        files.sync()
+        for part in _turned(plan.index, rank, parts):
+            for entry, offset, data in slices_of(plan.index, part):
+                files.write(entry, offset, data)
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="liverun-checkpoint-sync") as beside:
+            synced = beside.submit(files.sync)  # the disk works while digests are computed
+            found = sums_of(plan.index, parts)
+            synced.result()
     said = {"sums": {key: list(row) for key, row in found.items()}, "small": small}
-    folders.write_synced(temporary / _said_name(rank), json.dumps(said).encode())
+    folders.write_whole(temporary / _said_name(rank), json.dumps(said).encode())
     return found
+
+
+def _turned(index: Index, rank: int, parts: Sequence[Part]) -> Iterator[Part]:
+    """Yield parts file by file, each rank beginning with another one: a file lets in one writer at a time."""
+    by_file: dict[str, list[Part]] = {file.name: [] for file in index.files}
+    for part in parts:
+        by_file[index.first_entry(part.key).file].append(part)
+    names = list(by_file)
+    for number in range(len(names)):
+        yield from by_file[names[(rank + number) % len(names)]]
 
 
 def say_failed(temporary: Path, rank: int, reason: str) -> None:
@@ -213,7 +229,7 @@ def commit(
         entries.append(replace(entry, digest=digest))
     meta = meta_of([part["small"] for part in said])
     index = replace(plan.index, entries=tuple(entries), meta=meta)
-    folders.write_synced(temporary / INDEX_NAME, index.encode())
+    folders.write_synced(temporary / INDEX_NAME, index.encode(), with_name=False)
     for rank in range(num_ranks):
         (temporary / _said_name(rank)).unlink()
     path = folders.publish(root, temporary, meta.step)
