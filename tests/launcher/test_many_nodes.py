@@ -72,7 +72,7 @@ def test_a_node_that_arrives_becomes_part_of_the_world_live(bed: Bed) -> None:
 
 
 def test_a_node_told_to_end_is_resized_away_first(bed: Bed) -> None:
-    """Known complaint 4: one of several nodes stops, and nothing can go on."""
+    """Known complaints 3 and 4: one of several nodes stops, and nothing can go on, or it cannot come back."""
     nodes = Nodes(bed, "1:2")
     first, second = nodes.start(), nodes.start()
     first.event("active")
@@ -81,7 +81,14 @@ def test_a_node_told_to_end_is_resized_away_first(bed: Bed) -> None:
     until("n1 to be gone", lambda: len(nodes.status()["nodes"]) == 1)
     assert ranks(nodes.status()) == {0: "n0", 1: "n0"}
     assert first.event("active", 2)["to"]["size"] == 2
+    again = nodes.start()
+    first.event("active", 3)
+    status = nodes.status()
+    assert ranks(status) == {0: "n0", 1: "n0", 2: "n2", 3: "n2"}
+    assert status["restarts"]["used"] == 0
+    assert [event["generation"] for event in first.events() if event["kind"] == "active"] == [2, 3, 4]
     assert first.finish() == 0, first.stderr()
+    assert again.wait() == 0
 
 
 def test_drain_moves_the_work_to_standbys_elsewhere_and_ends_the_agent(bed: Bed) -> None:
