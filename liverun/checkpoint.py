@@ -357,7 +357,7 @@ class Saver:
             parts.clear()
             if rank == 0:
                 path = str(self._commit(ground, temporary, step))
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, TimeoutError, ValueError, RuntimeError) as error:
             writer.say_failed(temporary, rank, str(error))
             if rank == 0:
                 folders.clear_temporary(root, ground.nonce, step)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,13 +150,34 @@ def write_share(
         for part in _turned(plan.index, rank, parts):
             for entry, offset, data in slices_of(plan.index, part):
                 files.write(entry, offset, data)
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="liverun-checkpoint-sync") as beside:
-            synced = beside.submit(files.sync)  # the disk works while digests are computed
-            found = sums_of(plan.index, parts)
-            synced.result()
+        sync = _Beside(files.sync)  # the disk works while digests are computed
+        found = sums_of(plan.index, parts)
+        sync.result()
     said = {"sums": {key: list(row) for key, row in found.items()}, "small": small}
     folders.write_whole(temporary / _said_name(rank), json.dumps(said).encode())
     return found
+
+
+class _Beside:
+    """Runs something in a thread; an executor refuses to at the interpreter's end, where the last save is written."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="liverun-checkpoint-sync", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except OSError as error:
+            self._error = error
+
+    def result(self) -> None:
+        """Wait for its end. Raises the ``OSError`` that it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _turned(index: Index, rank: int, parts: Sequence[Part]) -> Iterator[Part]:

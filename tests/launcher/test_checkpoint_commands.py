@@ -114,7 +114,7 @@ def test_convert_and_export_go_by_what_a_folder_is(bed: Bed, tmp_path: Path) -> 
     for words, code, sentence in (
         (("convert", str(tmp_path), str(tmp_path / "x")), 2, "is no checkpoint of liverun, Megatron (torch_dist) or"),
         (("convert", str(path), str(tmp_path / "x"), "--to", "liverun"), 2, "is not converted to that"),
-        (("export", str(path), str(tmp_path / "x")), 2, "has no place in a model of the Llama family"),
+        (("export", str(path), str(tmp_path / "x")), 2, "does not name q, k and v apart"),
         (("export", str(tmp_path / "none"), str(tmp_path / "x")), 2, "does not exist"),
     ):
         done = run(bed, *words)

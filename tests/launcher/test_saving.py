@@ -15,7 +15,7 @@ REQUEST = 7
 
 
 def running() -> Drive:
-    drive = Drive(nproc=2, standbys=2)
+    drive = Drive(nproc=2, standbys=2, saves=True)
     drive.first_world()
     return drive
 
