@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, assert_never
+from typing import Any, assert_never
 
 from launcher.control import (
     Control,
@@ -25,6 +24,7 @@ from launcher.control import (
 from launcher.decide import decide, next_deadline
 from launcher.events import EventLog
 from launcher.handover import dump_state
+from launcher.ledger import Ledger
 from launcher.model import (
     Action,
     Answer,
@@ -95,15 +95,12 @@ from launcher.orders import (
     WorkerStarted,
 )
 from launcher.status import status_object
-from launcher.store import Entry, Store, StoreError
-from launcher.store.errors import GateError, MovedError, UnavailableError
+from launcher.store import Store, StoreError
 from launcher.store.link import Place
 from liverun.layout import Layout
 from liverun.messages import Message
 
-STORE_RETRY_S = 0.5
 _TIMED_OUT = Tick()
-T = TypeVar("T")
 
 
 @dataclass
@@ -116,19 +113,7 @@ class Requester:
 
 
 class Controller:
-    """Holds the job's state. What must outlive it is in the store, under these keys.
-
-    ``generation/next``        the number the next proposal gets; taken by compare-and-set, never given twice
-    ``generation/<g>/world``   layout and worker ids of a generation that was committed, and their nodes
-    ``job/active``             the generation that is the job; moved by compare-and-set only: older ones are
-    fenced
-    ``job/id``                 the job's id; removed at its end
-    ``job/restarts``           how much of the restart budget is used
-    ``node/<id>``              address of a node and of its agent
-    ``node/next``              the number of the next node
-    ``controller``             where the controller is (:mod:`launcher.entering`)
-    ``resize/last``            how the last resize went
-    """
+    """Holds the job's state. What must outlive it is in the store (:class:`launcher.ledger.Ledger`)."""
 
     def __init__(
         self, state: JobState, *, job: str, store: Store, events: EventLog, say: Callable[[str], None]
@@ -139,7 +124,7 @@ class Controller:
         self.ended = asyncio.Event()
         self.superseded: Place | None = None
         """where another agent has brought the store back; ``ended`` is set without an end then"""
-        self._store = store
+        self._ledger = Ledger(store, events, say)
         self._events = events
         self._say = say
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
@@ -155,8 +140,6 @@ class Controller:
         self._store_nodes: dict[int, str] = {}
         self._boot_store: asyncio.Future[tuple[str, int]] | None = None
         self._under_way = False
-        self._active_revision = 0
-        self._store_is_away = False
         self._wish_ids = itertools.count(1)
         self._requesters: dict[int, Requester] = {}
         self._asks: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -171,7 +154,7 @@ class Controller:
     def enter(self, order: Callable[[Order], None], offer: Enter, *, leads: bool = False) -> str:
         """Let the agent of a node in, which ``order`` reaches; its id."""
         number = next(self._node_ids)
-        self.spawn(self._put("node/next", number + 1))
+        self.spawn(self._ledger.put("node/next", number + 1))
         node = Node(
             id=f"n{number}", host=offer.host, nproc=offer.nproc, standbys=offer.standbys, pin=offer.pin,
             arrived=number, leads=leads,
@@ -181,7 +164,7 @@ class Controller:
         self.agents[node.id] = offer.agent
         record = {"host": node.host, "workers": node.nproc, "agent": offer.agent, "peers": offer.peers}
         self._records[node.id] = record
-        self.spawn(self._put(f"node/{node.id}", record))
+        self.spawn(self._ledger.put(f"node/{node.id}", record))
         return node.id
 
     def reach(self, node: str, order: Callable[[Order], None]) -> None:
@@ -192,7 +175,7 @@ class Controller:
         """Go on where the controller before this one stopped."""
         self._records = dict(taken.records)
         self.agents = {name: str(record["agent"]) for name, record in taken.records.items()}
-        self._active_revision = taken.active_revision
+        self._ledger.active_revision = taken.active_revision
         self._node_ids = itertools.count(node_ids)
         if self.state.world is not None:
             self._store_nodes[self.state.world.generation] = next(iter(self._nodes), "")
@@ -205,7 +188,7 @@ class Controller:
             term=term, copy=copy, state=dump_state(self.state, without=without),
             remotes={node: secret for node, secret in secrets.items() if node not in gone},
             records={node: record for node, record in self._records.items() if node != without},
-            active_revision=self._active_revision,
+            active_revision=self._ledger.active_revision,
         )  # fmt: skip
 
     async def idle(self) -> None:
@@ -354,33 +337,21 @@ class Controller:
 
     async def start(self) -> None:
         """Look what an earlier controller of this job has left in the store."""
-        if await self._store.get("generation/next") is None:
-            await self._store.compare_and_set({"generation/next": 0}, {"generation/next": "1"})
-        active = await self._store.get("job/active")
-        self._active_revision = active.revision if active is not None else 0
-        following = await self._store.get("node/next")
-        self._node_ids = itertools.count(int(following.value) if following is not None else 0)
-        known = await self._store.get("job/id")
-        if known is None or known.value != self.job:
-            await self._store.compare_and_set({}, {"job/id": self.job, "job/restarts": "0"})
-        else:
-            await self._resume(int(active.value) if active is not None else None)
-
-    async def _resume(self, active: int | None) -> None:
-        """Take over from a controller that was lost, and its world with it: one restart of the budget."""
-        entry = await self._store.get("job/restarts")
-        used = int(entry.value) if entry is not None else 0
+        found = await self._ledger.begin(self.job)
+        self._node_ids = itertools.count(found.node_ids)
+        if not found.resumed:
+            return
         reason = "the controller was lost with its node"
-        if active is None:
-            self.state = replace(self.state, restarts=used, resumed=True)
-        elif used >= self.state.max_restarts:
+        if found.active is None:
+            self.state = replace(self.state, restarts=found.restarts, resumed=True)
+        elif found.restarts >= self.state.max_restarts:
             self.fail(f"{reason}, and no restart is left (--max-restarts {self.state.max_restarts})")
             return
-        else:
-            self.state = replace(self.state, restarts=used + 1, has_run=True, resumed=True)
-            reason += f"; restart {used + 1} of {self.state.max_restarts} begins on this one"
-            await self._store.put("job/restarts", str(used + 1))
-        self._events.write("controller_lost", active or 0, reason, {})
+        else:  # its world is lost with it: one restart of the budget
+            self.state = replace(self.state, restarts=found.restarts + 1, has_run=True, resumed=True)
+            reason += f"; restart {found.restarts + 1} of {self.state.max_restarts} begins on this one"
+            await self._ledger.put("job/restarts", found.restarts + 1)
+        self._events.write("controller_lost", found.active or 0, reason, {})
         self._say(reason)
 
     async def run(self) -> None:
@@ -429,7 +400,7 @@ class Controller:
                 self._post_to_worker(action.worker, KillWorker(worker=action.worker, reason=action.reason))
             case Restart():
                 self._store_nodes.clear()
-                self.spawn(self._put("job/restarts", self.state.restarts))
+                self.spawn(self._ledger.put("job/restarts", self.state.restarts))
                 for node in action.nodes:
                     self.post(node, Clear(reason=action.reason))
             case Dismiss():
@@ -517,27 +488,14 @@ class Controller:
 
     async def _number(self) -> None:
         try:
-            while True:
-                entry = await self._patiently(lambda: self._store.get("generation/next"))
-                assert entry is not None
-                taken = await self._patiently(functools.partial(self._take, entry))
-                if taken:
-                    self.tell(Numbered(generation=int(entry.value)))
-                    return
+            self.tell(Numbered(generation=await self._ledger.next_generation()))
         except StoreError as error:
             self.tell(NumberFailed(reason=str(error)))
-
-    async def _take(self, entry: Entry) -> bool:
-        """Take the number that an entry holds; one that was taken though no answer came is lost, and does no harm."""
-        expected = {"generation/next": entry.revision}
-        return await self._store.compare_and_set(expected, {"generation/next": str(int(entry.value) + 1)}) is not None
 
     async def _commit(self, action: Commit) -> None:
         world = action.world
         nodes = {worker: self.state.workers[worker].node for worker in world.ranks if worker in self.state.workers}
-        value = json.dumps({"layout": world.layout.as_dict(), "ranks": list(world.ranks), "nodes": nodes})
-        writes = {"job/active": str(world.generation), f"generation/{world.generation}/world": value}
-        won = await self._patiently(lambda: self._activate(world.generation, writes), whatever=True)
+        won = await self._ledger.activate(world, nodes)
         if won:
             self.world_changed(sorted(set(nodes.values())))
             for node in self._nodes:
@@ -545,42 +503,6 @@ class Controller:
                 voters = {name: self._records[name] for name in set(nodes.values()) if name in self._records}
                 self.post(node, ShowRanks(ranks=theirs, size=len(world.ranks), nodes=voters))
         self.tell(Committed(generation=world.generation, won=won))
-
-    async def _activate(self, generation: int, writes: Mapping[str, str]) -> bool:
-        """Move ``job/active``; also true if an earlier try had done it, whose answer was lost."""
-        revision = await self._store.compare_and_set({"job/active": self._active_revision}, writes)
-        if revision is None:
-            now = await self._store.get("job/active")
-            if now is None or now.value != str(generation):
-                return False
-            revision = now.revision
-        self._active_revision = revision
-        return True
-
-    async def _patiently(self, ask: Callable[[], Awaitable[T]], *, whatever: bool = False) -> T:
-        """Ask the store until it answers; the training goes on meanwhile.
-
-        Raises ``StoreError`` for what waiting does not mend, unless ``whatever`` it is has to be done.
-        """
-        while True:
-            try:
-                answer = await ask()
-            except StoreError as error:
-                if not whatever and not isinstance(error, UnavailableError | GateError):
-                    raise
-                if isinstance(error, MovedError):
-                    await asyncio.Event().wait()  # this controller's time is over
-                if not self._store_is_away:
-                    self._store_is_away = True
-                    self._say(f"the store does not take what has to be written ({error}); the training goes on")
-                    self._events.write("store_away", 0, str(error), {})
-                await asyncio.sleep(STORE_RETRY_S)
-                continue
-            if self._store_is_away:
-                self._store_is_away = False
-                self._say("the store is back")
-                self._events.write("store_back", 0, "the store is back", {})
-            return answer
 
     def _record(self, action: Record) -> None:
         event = self._events.write(action.kind, action.generation, action.reason, action.fields)
@@ -604,11 +526,7 @@ class Controller:
                 requester.writer.write(outcome.encode())
             requester.done.set()
         if self.state.last_resize is not None:
-            self.spawn(self._put("resize/last", self.state.last_resize))
-
-    async def _put(self, key: str, value: Mapping[str, Any] | int) -> None:
-        """Write what is of use to people and to a later controller, but nothing waits for."""
-        await self._patiently(lambda: self._store.put(key, json.dumps(value)), whatever=True)
+            self.spawn(self._ledger.put("resize/last", self.state.last_resize))
 
 
 class _RelayedAnswers:
