@@ -130,6 +130,7 @@ def test_a_crash_at_any_point_of_a_save_leaves_the_one_before_or_the_new_one(tmp
         seen.add(step)
         assert holds(best, step)
         assert all(holds(path, found) for found, path in folder.complete_in(root))
+        assert folder.latest_of(root) in [path for _, path in folder.complete_in(root)]
         if number % 5 == 0:  # the next save is none the worse for it
             save(root, 3, keep_last=1)
             assert holds(root, 3)
