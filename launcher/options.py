@@ -243,7 +243,8 @@ def parse_signals(text: str) -> tuple[list[signal.Signals], list[str]]:
 def parse_rdzv_conf(text: str) -> dict[str, str]:
     """Read ``KEY=VALUE,KEY=VALUE``. Raises ``UsageError``."""
     found = {}
-    for pair in text.strip().split(",") if text.strip() else ():
+    text = text.strip().strip("'\"")  # a shell's quotes, where no shell took them away
+    for pair in text.split(",") if text else ():
         key, _, value = pair.partition("=")
         if not key.strip() or not value.strip():
             raise UsageError(f"--rdzv-conf {text!r}: write KEY=VALUE,KEY=VALUE")
