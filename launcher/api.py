@@ -76,6 +76,8 @@ def _main(args: Sequence[str] | None) -> None:
     words = []
     if high > 1 and values.master_addr == parser.get_default("master_addr"):
         values.master_addr = None  # torch's 127.0.0.1 is where no other node is
+    if high > 1 and values.node_rank == parser.get_default("node_rank"):
+        values.node_rank = None  # torch's 0 is nobody's in particular
     for action in parser._actions:
         value = getattr(values, action.dest, None)
         if not action.option_strings or action.dest == "help" or value is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
 
@@ -123,6 +124,7 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
     _choose(words.start_method, START_METHODS, "--start-method")
     _choose(words.numa_binding, NUMA_BINDINGS, "--numa-binding")
     _choose(words.event_log_handler, EVENT_HANDLERS, "--event-log-handler")
+    _check_logs_specs(words.logs_specs)
     nproc = parse_nproc(
         words.nproc_per_node, num_cpus=count_cpus(), num_gpus=count_gpus(environ),
         ask_torch=ask_torch_for_devices,
@@ -210,6 +212,15 @@ def _shutdown_timeout(given: float | None, environ: Mapping[str, str]) -> float:
         return float(text)
     except ValueError:
         raise UsageError(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text!r} is not a number of seconds") from None
+
+
+def _check_logs_specs(name: str | None) -> None:
+    known = sorted(entry.name for entry in entry_points(group="torchrun.logs_specs")) if name else []
+    refuse_if(
+        bool(name) and name not in known,
+        f"--logs-specs {name}: no package here registers it as an entry point of torchrun.logs_specs"
+        + (f"; there are {', '.join(known)}" if known else ""),
+    )
 
 
 def _check_virtual_ranks(words: RunWords, nproc: int, environ: Mapping[str, str]) -> None:

@@ -186,8 +186,8 @@ def test_a_logs_specs_plug_in_says_where_everything_goes(bed: Bed) -> None:
     assert shown(agent) == (["[default1]:out 1"], ["[default0]:err 0", "[default1]:err 1"])
     assert agent.log("w0") == "out 0\n"
     missing = bed.launch("--logs-specs", "nobody", bed.script("say.py", SAY), **environ)
-    assert missing.wait() == 1
-    assert "Could not find entrypoint under 'torchrun.logs_specs[nobody]'" in missing.stderr()
+    assert missing.wait() == 2
+    assert "--logs-specs nobody: no package here registers it" in missing.stderr()
 
 
 @pytest.mark.e2e

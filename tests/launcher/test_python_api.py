@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -145,6 +146,24 @@ def test_the_number_of_workers_is_what_torch_says_in_this_process(
     assert len(touched(here)) == count
 
 
+def test_two_launchers_in_torchs_words_make_one_job(here: Path, bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own test of several agents starts them: elastic range, a host's name, quotes that no shell took."""
+    monkeypatch.setenv("HOME", str(here))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [
+        "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}",
+        "--rdzv-conf='join_timeout=30,last_call_timeout=30,timeout=5'", "--rdzv-id=7", "--monitor-interval=1",
+        bed.script("touch.py", TOUCH), str(here / "ranks"),
+    ]  # fmt: skip
+    other = subprocess.Popen([sys.executable, "-c", f"from launcher.api import main; main({words!r})"])
+    bed.agents.append(other)
+    main(words)
+    assert other.wait(60) == 0
+    assert touched(here) == ["0", "1", "2", "3"]
+
+
 def test_wrong_wishes_are_raised_as_torch_raises_them(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="Unsupported nproc_per_node value: unknown"):
         main(["--nproc-per-node=unknown", "x.py"])
@@ -159,6 +178,8 @@ def test_wrong_wishes_are_raised_as_torch_raises_them(here: Path, monkeypatch: p
         main(["--max-restarts=-1", "x.py"])
     with pytest.raises(ValueError, match="say where the nodes meet"):
         main(["--nnodes=1:2", "x.py"])
+    with pytest.raises(ValueError, match="no package here registers it"):
+        main(["--logs-specs=DOES_NOT_EXIST", "x.py"])
     with pytest.raises(ValueError, match="--module and --no-python exclude each other"):
         main(["-m", "--no-python", "x.py"])
     with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(io.StringIO()):
