@@ -200,6 +200,9 @@ class Job:
             if generation is not None:
                 self._change_world(worker, generation)
         except Stopped as stopped:
+            if stopped.save and self._saver is not None and not self._saver.has(self.next_step):
+                self.wait_until_whole()
+                self._saver.save(self._position())  # written before the interpreter ends
             print(f"liverun: worker {worker.name} ends: {stopped}", file=sys.stderr)
             raise SystemExit(0) from None
 
@@ -392,7 +395,7 @@ class _Worker:
             case messages.Where():
                 self._send_progress()
             case messages.Stop():
-                self.gate.stop(message.reason)
+                self.gate.stop(message.reason, save=message.save)
             case _:
                 pass
 
