@@ -200,9 +200,11 @@ class Job:
             if generation is not None:
                 self._change_world(worker, generation)
         except Stopped as stopped:
-            if stopped.save and self._saver is not None and not self._saver.has(self.next_step):
-                self.wait_until_whole()
-                self._saver.save(self._position())  # written before the interpreter ends
+            if self._saver is not None:
+                if stopped.save and not self._saver.has(self.next_step):
+                    self.wait_until_whole()
+                    self._saver.save(self._position())
+                self._saver.wait()  # here: an interpreter that ends gives its writer no more threads
             print(f"liverun: worker {worker.name} ends: {stopped}", file=sys.stderr)
             raise SystemExit(0) from None
 

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 from launcher_bed import FAKE_WORKER, Bed, until
+from test_decide import Drive
 from test_many_nodes import Nodes, ranks
 
 from launcher.metadata import Aws, Azure, Gcp, Service
+from launcher.model import End, NodeLeaving, Send, Tick
 from launcher.notices import Notice, NoticeFile, Notices, Source, UnheardError, parse_notices
+from liverun.messages import Armed, Progress, Saved
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 """by the clock of the fakes, which is not this host's"""
@@ -264,14 +267,39 @@ def test_the_first_line_of_a_notice_file_may_be_the_seconds(tmp_path: Path, text
 def test_what_cannot_give_notice_is_refused(bed: Bed) -> None:
     assert parse_notices("", {}) == parse_notices("none", {}) == ()
     assert parse_notices("AWS, gcp,aws", {}) == ("aws", "gcp")
-    for words, sentence in (
-        (("--notices", "ibm"), "--notices 'ibm' is none of none, aws, aws-rebalance, gcp, azure"),
-        (("--notice-signal", "SIGKILL"), "--notice-signal 'SIGKILL' is not one signal that can be handled"),
-    ):
-        done = bed.cli(*words, str(FAKE_WORKER))
-        assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
+    done = bed.cli("--notice-signal", "SIGKILL", str(FAKE_WORKER))
+    sentence = "--notice-signal 'SIGKILL' is not one signal that can be handled; write it like SIGUSR1"
+    assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
+    with pytest.raises(ValueError, match="--notices 'ibm' is none of none, aws, aws-rebalance, gcp, azure"):
+        parse_notices("aws,ibm", {})
     with pytest.raises(ValueError, match="LIVERUN_GCP_METADATA_URL='metadata' is no address"):
         parse_notices("gcp", {"LIVERUN_GCP_METADATA_URL": "metadata"})
+
+
+@pytest.mark.parametrize("meet", [True, False])
+def test_a_checkpoint_is_taken_at_the_end_only_where_all_ranks_met(*, meet: bool) -> None:
+    """Ranks that did not come to a common step would save two different ones."""
+    drive = Drive(nproc=2, standbys=1, saves=True, stop_patience_s=15.0)
+    drive.first_world()
+    drive.feed(NodeLeaving(node="n0", reason="notice", timeout_s=50.0, save=True))
+    generation = drive.state.world.generation
+    for worker in ("w0", "w1"):
+        drive.say(worker, Progress(generation=generation, step=4))
+    for worker in ("w0", "w1"):
+        drive.say(worker, Armed(generation=generation, step=6, late=False, at_step=4))
+    drive.now += 49.0  # the patience is that of the notice
+    actions = drive.feed(Tick())
+    assert not any(isinstance(action, End) for action in actions)
+    if meet:
+        for worker in ("w0", "w1"):
+            actions = drive.say(worker, Progress(generation=generation, step=6))
+    else:
+        drive.now += 1.0
+        actions = drive.feed(Tick())
+    stops = {action.worker: action.message.save for action in actions if isinstance(action, Send)}
+    assert stops == {"w0": meet, "w1": meet, "w2": False}
+    drive.say("w0", Saved(request=0, step=6, ok=True, path="/c/step-6"))
+    assert drive.state.last_checkpoint["step"] == 6
 
 
 # --- agents -------------------------------------------------------------------------------------------------------
