@@ -150,6 +150,8 @@ class Job:
         if self.next_step < num_steps:
             return True
         self._save_if_due()
+        if self._saver is not None:
+            self._saver.wait()  # a script that ends now would give its writer no more threads
         if self._worker is not None:
             self._worker.finish()
         return False
