@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import math
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from launcher.link import Link
 from launcher.logs import Relay
 from launcher.model import End, JobState, NodeLeaving
 from launcher.node import Node
+from launcher.notices import EXIT_PREEMPTED, Notice
 from launcher.options import RunOptions, count_cpus, omp_threads
 from launcher.orders import Enter, Finish, Report, TakeOver
 from launcher.outcome import write_outcome
@@ -76,10 +78,16 @@ async def _quietly(options: RunOptions, command: Sequence[str], left_open: conte
     try:
         return await _run(options, command, left_open)
     finally:
-        numbers = {signal.SIGCHLD, *options.signals, *FORWARDED_SIGNALS}
+        numbers = {signal.SIGCHLD, *_handled(options)}
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         for number in numbers:
             asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def _handled(options: RunOptions) -> set[signal.Signals]:
+    """Return the signals that an agent acts on."""
+    notice = {options.notice_signal} if options.notice_signal is not None else set()
+    return {*options.signals, *FORWARDED_SIGNALS, *notice}
 
 
 async def _run(options: RunOptions, command: Sequence[str], left_open: contextlib.ExitStack) -> int:
@@ -132,8 +140,11 @@ class Agent:
         self._entry = entry
         self._job = entry.job
         self._folder = folder
-        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self._signals: asyncio.Queue[signal.Signals | Notice] = asyncio.Queue()
         self._received: list[signal.Signals] = []
+        self._notice: Notice | None = None
+        self._gone_at = math.inf
+        """when the node is gone, by the notice; monotonic"""
         self._record = JobRecord(
             id=folder.path.name, pid=os.getpid(), uid=os.geteuid(), state="starting", started=rfc3339(time.time()),
             command=list(command), socket=str(folder.socket_path),
@@ -147,7 +158,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         reaper = Reaper()
         reaper.start()
-        for number in {*options.signals, *FORWARDED_SIGNALS}:
+        for number in _handled(options):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         threads = omp_threads(options.environ, options.nproc + options.standbys, count_cpus())
         forks = not options.fresh and options.mode != "program"
@@ -182,7 +193,9 @@ class Agent:
         if options.console_events:
             self._node.torch_events = monotonic_events(options, self._job, tell)
         self._threads = threads
-        self._watches = Watches(options, pool=self._pool, say=say, fail=self._trouble)
+        self._watches = Watches(
+            options, pool=self._pool, say=say, fail=self._trouble, noticed=self._signals.put_nowait
+        )
 
     async def run(self) -> int | Entry | Promoted:
         """Do this agent's part; the exit code, or how to go on when the job's controller has become another one."""
@@ -225,17 +238,40 @@ class Agent:
         """Act on the first signal that means so."""
         raise NotImplementedError
 
+    def _noticed(self, notice: Notice) -> None:
+        """Act on the first notice, if nobody has asked for the end before."""
+        raise NotImplementedError
+
+    def _take_notice(self, notice: Notice) -> None:
+        """Write it down at once, whatever the workers are doing, and act on it; a second one changes nothing."""
+        if self._notice is not None or self._received:
+            return
+        self._notice = notice
+        self._gone_at = time.monotonic() + notice.deadline_s
+        say(f"notice: {notice.reason}; this node has {notice.deadline_s:g} s")
+        self._events.write(
+            "notice", self._node.generation, notice.reason,
+            {"source": notice.source, "deadline_s": round(notice.deadline_s, 3)},
+        )  # fmt: skip
+        self._noticed(notice)
+
     async def _on_signals(self) -> None:
-        """Act on what the handlers recorded: the first signal ends the job, a second Ctrl-C at once."""
+        """Act on what the handlers and sources recorded: the first ends this node's part, a second Ctrl-C at once."""
         while True:
             number = await self._signals.get()
+            if number is self._options.notice_signal:
+                patience_s = self._options.shutdown_timeout_s
+                number = Notice(source="signal", reason=f"{number.name} means a notice", deadline_s=patience_s)
+            if isinstance(number, Notice):
+                self._take_notice(number)
+                continue
             if number not in self._options.signals:
                 for worker in self._node.ranked():
                     self._pool.signal(worker, number)
                 continue
             again = number in self._received
             self._received.append(number)
-            if len(self._received) == 1:
+            if len(self._received) == 1 and self._notice is None:
                 self._asked_to_end(number)
             elif number is signal.SIGINT and again:
                 say("SIGINT again: killing the workers")
@@ -246,6 +282,10 @@ class Agent:
         """End whatever is left: Stop was sent to workers that joined; then signals, then SIGKILL to all."""
         pool, joined = self._pool, self._node.joined
         grace_s = self._options.shutdown_timeout_s
+        parts = (0.25, 0.25)  # of it, for Stop and for SIGTERM; half went into finding a common last step
+        if self._notice is not None:
+            grace_s = max(1.0, self._gone_at - time.monotonic())
+            parts = (0.7, 0.2)  # a checkpoint may be written in the first
         if outcome == "finished":
             await pool.empty(min(FINISH_GRACE_S, grace_s))
         else:
@@ -254,11 +294,11 @@ class Agent:
                 if outcome == "failed" or worker not in joined:
                     pool.signal(worker, first)
             if outcome != "failed" and joined:
-                if await pool.empty(grace_s / 4):  # half went into finding a common last step
+                if await pool.empty(grace_s * parts[0]):
                     return
                 for worker in list(pool.alive):
                     pool.signal(worker, signal.SIGTERM)
-                await pool.empty(grace_s / 4)
+                await pool.empty(grace_s * parts[1])
             else:
                 await pool.empty(grace_s)
         for worker in list(pool.alive):
@@ -273,6 +313,8 @@ class Agent:
             number = self._received[0] if self._received else None
             what = "stopped" if end.outcome == "stopped" else "goes on without this node"
             say(f"job {self._job} {what}: {end.reason}")
+            if self._notice is not None:
+                return EXIT_PREEMPTED
             return 0 if number is None else 128 + number
         say(f"job {self._job} {'failed' if end.outcome == 'failed' else 'does not take this node'}: {end.reason}")
         for line in first_failure(end):
@@ -375,8 +417,8 @@ class Leader(Agent):
         taken = self._entry.taken
         assert taken is not None
         for name in (
-            "_signals", "_received", "_record", "_written", "_template", "_events", "_relay", "_pool", "_node",
-            "_threads", "_watches",
+            "_signals", "_received", "_notice", "_gone_at", "_record", "_written", "_template", "_events", "_relay",
+            "_pool", "_node", "_threads", "_watches",
         ):  # fmt: skip
             setattr(self, name, getattr(member, name))
         self._open_store()
@@ -468,6 +510,12 @@ class Leader(Agent):
             say(f"{number.name}: the workers have {self._options.shutdown_timeout_s:g} s to end")
             self._controller.tell(
                 NodeLeaving(node=self._id, reason=number.name, timeout_s=self._options.shutdown_timeout_s / 2)
+            )
+
+    def _noticed(self, notice: Notice) -> None:
+        if not self._controller.ended.is_set():
+            self._controller.tell(
+                NodeLeaving(node=self._id, reason=notice.reason, timeout_s=notice.move_s, save=True)
             )
 
 

@@ -22,9 +22,9 @@ from launcher.abbreviate import AmbiguousError, Flag, expand
 COMMANDS = ("run", "resize", "drain", "status", "events", "jobs", "stop", "store", "plan", "checkpoint")
 FROM_AGENT = (
     "LIVERUN_JOB", "LIVERUN_RUN_DIR", "LIVERUN_LAYOUT", "LIVERUN_CHECKPOINT_DIR", "LIVERUN_CHECKPOINT_EVERY",
-    "LIVERUN_KEEP_LAST",
+    "LIVERUN_KEEP_LAST", "LIVERUN_NOTICES", "LIVERUN_NOTICE_FILE", "LIVERUN_NOTICE_SIGNAL",
 )  # fmt: skip
-"""set for workers; a launcher started inside a worker must not take them for its own options"""
+"""meant for, or set by, the agent above; a launcher started inside a worker must not take them for its own options"""
 
 app = typer.Typer(
     name="liverun", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -143,6 +143,16 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
     ] = None,
     keep_last: Annotated[
         int | None, option("--keep-last", "checkpoints to keep; all if left out", parser=whole_number)
+    ] = None,
+    notices: Annotated[
+        str,
+        option("--notices", "clouds to ask whether this node will go: none, aws, aws-rebalance, gcp, azure"),
+    ] = "none",
+    notice_file: Annotated[
+        str | None, option("--notice-file", "the node will go once this file is there; line 1: in how many seconds")
+    ] = None,
+    notice_signal: Annotated[
+        str | None, option("--notice-signal", "a signal that says this node will go, like SIGUSR1; none if left out")
     ] = None,
     preload: Annotated[
         str,

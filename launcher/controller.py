@@ -254,7 +254,9 @@ class Controller:
                 if self._answered is not None and not self._answered.done():
                     self._answered.set_result(report)
             case Leaving():
-                self.tell(NodeLeaving(node=node, reason=report.reason, timeout_s=report.timeout_s))
+                self.tell(
+                    NodeLeaving(node=node, reason=report.reason, timeout_s=report.timeout_s, save=report.save)
+                )
             case Gone():
                 self.lose(node, report.reason)
             case Asked():

@@ -82,7 +82,8 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
             if event.node in state.nodes:
                 _started(turn, event)
         case Said():
-            if event.worker in state.workers and state.phase != "ending":
+            # a checkpoint taken at the last step is there once the job is ending
+            if event.worker in state.workers and (state.phase != "ending" or isinstance(event.message, Saved)):
                 _said(turn, event.worker, event.message)
         case Exited():
             if event.worker in state.workers:
@@ -432,18 +433,21 @@ def _node_leaving(turn: Turn, event: NodeLeaving) -> None:
             turn.do(Answer(wish=event.wish, ok=False, outcome="refused", reason=reason))
         else:
             alone = len(state.nodes) == 1
-            _stop(turn, event.reason if alone else f"node {node.id} leaves ({event.reason}), and {why}")
+            reason = event.reason if alone else f"node {node.id} leaves ({event.reason}), and {why}"
+            _stop(turn, reason, patience_s=event.timeout_s, save=event.save)
     else:
         turn.set_node(node.id, leaving=event.reason, leave_wish=event.wish)
         turn.record("node_leaving", f"node {node.id} leaves: {event.reason}", node=node.id, wish=event.wish)
         nodes.move_away(turn, node.id, event.timeout_s)
 
 
-def _stop(turn: Turn, reason: str) -> None:
+def _stop(turn: Turn, reason: str, *, patience_s: float | None = None, save: bool = False) -> None:
     if turn.state.phase == "ending" or turn.state.stopping is not None:
         return
     proposal = turn.state.proposal
     saving.give_up(turn, "the job is ending")
     if proposal is not None and turn.state.world is not None and proposal.phase is not Phase.SWITCHING:
         generation.abort(turn, "the job is ending")
-    stopping.begin(turn, reason)
+    if patience_s is None:
+        patience_s = turn.state.stop_patience_s
+    stopping.begin(turn, reason, patience_s=patience_s, save=save)

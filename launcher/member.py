@@ -15,6 +15,7 @@ from launcher.agent import Agent, say
 from launcher.entering import CONTROLLER_KEY, controller_value, enter_elsewhere, open_door
 from launcher.entry import Entry, Promoted
 from launcher.handover import load_state
+from launcher.notices import Notice
 from launcher.orders import (
     DoorsOpen,
     Enter,
@@ -266,7 +267,9 @@ class Member(Agent):
     def _entered(self) -> None:
         self._pool.prefix = f"{self._uplink.node}."
         say(f"this is node {self._uplink.node}")
-        if self._received:
+        if self._notice is not None:
+            self._noticed(self._notice)
+        elif self._received:
             self._asked_to_end(self._received[0])
 
     def _reported(self, report: Report) -> None:
@@ -277,15 +280,21 @@ class Member(Agent):
             self._node.finish.set_result(Finish(outcome="failed", reason=reason))
 
     def _asked_to_end(self, number: signal.Signals) -> None:
-        grace_s = self._options.shutdown_timeout_s
-        if not self._uplink.node:
-            self._node.finish.set_result(Finish(outcome="stopped", reason=number.name))
-            return
-        say(f"{number.name}: this node's work moves to the others, within {grace_s / 2:g} s")
-        self._uplink.report(Leaving(reason=number.name, timeout_s=grace_s / 2))
-        asyncio.get_running_loop().call_later(grace_s / 2 + 1.0, self._too_late, number)
+        self._leave(number.name, self._options.shutdown_timeout_s / 2, save=False)
 
-    def _too_late(self, number: signal.Signals) -> None:
+    def _noticed(self, notice: Notice) -> None:
+        self._leave(notice.reason, notice.move_s, save=True)
+
+    def _leave(self, reason: str, timeout_s: float, *, save: bool) -> None:
+        """Ask the controller to move this node's work away; end without that if it takes too long."""
+        if not self._uplink.node:
+            self._node.finish.set_result(Finish(outcome="stopped", reason=reason))
+            return
+        say(f"{reason}: this node's work moves to the others, within {timeout_s:g} s")
+        self._uplink.report(Leaving(reason=reason, timeout_s=timeout_s, save=save))
+        asyncio.get_running_loop().call_later(timeout_s + 1.0, self._too_late, reason)
+
+    def _too_late(self, cause: str) -> None:
         if not self._node.finish.done():
-            reason = f"{number.name}, and its work could not be moved away in time"
+            reason = f"{cause}, and its work could not be moved away in time"
             self._node.finish.set_result(Finish(outcome="stopped", reason=reason))

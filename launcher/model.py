@@ -189,6 +189,8 @@ class Stopping:
 
     reason: str
     deadline: float
+    save: bool = False
+    """a checkpoint is taken there"""
     poll_at: float
     margin: int = 2
     seen: Mapping[str, int] = field(default_factory=dict)
@@ -329,6 +331,8 @@ class NodeLeaving:
     timeout_s: float
     wish: int | None = None
     """the request to answer, for a drain that somebody waits for"""
+    save: bool = False
+    """if the job has to stop for it, it takes a checkpoint first"""
 
 
 @dataclass(frozen=True, kw_only=True)

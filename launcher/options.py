@@ -119,6 +119,12 @@ class RunOptions:
     checkpoint_every: int | None = None
     """steps between two checkpoints"""
     keep_last: int | None = None
+    notices: tuple[str, ...] = ()
+    """clouds whose metadata service is asked whether this node will go (:mod:`launcher.notices`)"""
+    notice_file: Path | None = None
+    """while it is there, this node will go"""
+    notice_signal: signal.Signals | None = None
+    """means a notice, and is neither forwarded nor a wish to end the job"""
     console_events: bool = False
     """torch's events, one JSON object a line, on stderr"""
 

@@ -257,6 +257,8 @@ class Leaving(Report):
 
     reason: str
     timeout_s: float
+    save: bool = False
+    """if the job has to stop for it, it takes a checkpoint first"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
 
+from launcher.notices import parse_notices
 from launcher.options import (
     DEFAULT_SHUTDOWN_TIMEOUT_S,
     Meeting,
@@ -96,6 +98,9 @@ class RunWords:
     checkpoint_dir: str | None = None
     checkpoint_every: int | None = None
     keep_last: int | None = None
+    notices: str = "none"
+    notice_file: str | None = None
+    notice_signal: str | None = None
 
 
 def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOptions, list[str]]:
@@ -168,8 +173,20 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
         logs_specs=words.logs_specs, console_events=words.event_log_handler == "console",
         checkpoint_dir=checkpoint_dir, checkpoint_every=words.checkpoint_every, keep_last=words.keep_last,
         prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        notices=_value(lambda: parse_notices(words.notices, environ)),
+        notice_file=Path(words.notice_file).absolute() if words.notice_file else None,
+        notice_signal=_notice_signal(words.notice_signal),
     )  # fmt: skip
     return options, warnings
+
+
+def _notice_signal(name: str | None) -> signal.Signals | None:
+    if not name or name.lower() == "none":
+        return None
+    found, strange = parse_signals(name)
+    wrong = bool(strange) or len(found) != 1
+    refuse_if(wrong, f"--notice-signal {name!r} is not one signal that can be handled; write it like SIGUSR1")
+    return found[0]
 
 
 def _checkpoint_dir(words: RunWords) -> Path | None:

@@ -3,7 +3,8 @@
 1. Where -> every rank; the answers give a step a little ahead.
 2. Arm(step) -> every rank; one that answers *late* makes it a later step, as in a resize.
 3. Where again until every rank says that it is at the boundary before that step, and waits there.
-4. Stop -> everyone. A job that takes longer than its patience gets the Stop at once, wherever it is.
+4. Stop -> everyone; after a notice the ranks take a checkpoint there, where the job has a folder for them.
+   A job that takes longer than its patience gets the Stop at once, wherever it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ POLL_S = 0.05
 MAX_MARGIN = 64
 
 
-def begin(turn: Turn, reason: str) -> None:
+def begin(turn: Turn, reason: str, *, patience_s: float, save: bool = False) -> None:
     """Start to stop. What is under way has been aborted; a switch under way is not waited for."""
     state = turn.state
     for wish in (state.queued, state.proposal.wish if state.proposal else None):
@@ -26,7 +27,8 @@ def begin(turn: Turn, reason: str) -> None:
             turn.do(Answer(wish=wish.id, ok=False, outcome="failed", reason="the job is ending"))
     turn.set(queued=None)
     together = state.world is not None and state.proposal is None and not state.done_ranks
-    turn.set(stopping=Stopping(reason=reason, deadline=turn.now + state.stop_patience_s, poll_at=turn.now))
+    save = save and state.saves and together
+    turn.set(stopping=Stopping(reason=reason, deadline=turn.now + patience_s, poll_at=turn.now, save=save))
     if together:
         turn.set(reason=f"{reason}: the ranks stop before the same step")
         ask(turn)
@@ -59,7 +61,7 @@ def progressed(turn: Turn, worker: str, step: int) -> None:
         for name in world.ranks:
             turn.send(name, Arm(generation=world.generation, step=step))
     elif stopping.armed >= set(world.ranks) and all(at == stopping.step for at in stopping.seen.values()):
-        finish(turn)
+        finish(turn, together=True)
 
 
 def armed(turn: Turn, worker: str, message: Armed) -> None:
@@ -90,14 +92,15 @@ def settle(turn: Turn) -> None:
         ask(turn)
 
 
-def finish(turn: Turn) -> None:
-    """Tell everyone to stop now."""
-    stopping = turn.state.stopping
+def finish(turn: Turn, *, together: bool = False) -> None:
+    """Tell everyone to stop now. ``together``: every rank waits before the same step."""
+    stopping, world = turn.state.stopping, turn.state.world
     assert stopping is not None
+    ranks = world.ranks if world is not None and together and stopping.save else ()
     proposal = turn.state.proposal
     assert proposal is None or turn.state.world is None or proposal.phase is Phase.SWITCHING
     turn.set(phase="ending", proposal=None, stopping=None)
     for worker in turn.state.workers:
-        turn.send(worker, Stop(reason=stopping.reason))
+        turn.send(worker, Stop(reason=stopping.reason, save=worker in ranks))
     turn.record("stopped", stopping.reason, step=stopping.step)
     turn.do(End(outcome="stopped", reason=stopping.reason))

@@ -6,6 +6,8 @@
     answers ``GET /`` with 200 as long as the agent's loop turns; 0 takes a free port
 ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``
     seconds after which a worker in state D fails the job
+
+And the notices that options ask for (:mod:`launcher.notices`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.notices import Notice, NoticeFile, Notices, Source
 from launcher.options import RunOptions
 from launcher.pool import Pool
 from launcher.process import describe_os_error
@@ -45,9 +48,12 @@ class Watches:
     """Runs what is asked for. What cannot be run is said, and the job goes on without it, as torchrun does."""
 
     def __init__(
-        self, options: RunOptions, *, pool: Pool, say: Callable[[str], None], fail: Callable[[str], None]
-    ) -> None:
+        self, options: RunOptions, *, pool: Pool, say: Callable[[str], None], fail: Callable[[str], None],
+        noticed: Callable[[Notice], None],
+    ) -> None:  # fmt: skip
         self._options = options
+        self._noticed = noticed
+        self._notices: Notices | None = None
         self._pool = pool
         self._say = say
         self.fail = fail
@@ -56,7 +62,8 @@ class Watches:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start what the environment asks for."""
+        """Start what the environment and the options ask for."""
+        self._listen()
         environ = self._options.environ
         if environ.get(ENABLE_TIMERS) == "1":
             timers = FileTimers(Path(environ[TIMER_FILE]), worker_of=self._worker_of, say=self._say)
@@ -73,6 +80,8 @@ class Watches:
 
     async def stop(self) -> None:
         """End all of it: no pipe and no port stays."""
+        if self._notices is not None:
+            await self._notices.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -80,6 +89,20 @@ class Watches:
             await self._timers.stop()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    def _listen(self) -> None:
+        """Listen for notices, where any are asked for."""
+        options = self._options
+        sources: list[Source] = []
+        if options.notices:
+            from launcher.metadata import cloud_sources
+
+            sources += cloud_sources(options.notices, options.environ, self._say)
+        if options.notice_file is not None:
+            sources.append(NoticeFile(options.notice_file, usual_s=options.shutdown_timeout_s))
+        if sources:
+            self._notices = Notices(sources, heard=self._noticed, say=self._say)
+            self._notices.start()
 
     def _worker_of(self, pid: int) -> str | None:
         """Return the worker that a process is, or that has started it."""

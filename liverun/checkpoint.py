@@ -300,6 +300,10 @@ class Saver:
         every = self.settings.every
         return every is not None and step % every == 0 and step > max(self._saved_step, 0)
 
+    def has(self, step: int) -> bool:
+        """Whether the state after ``step`` steps was the last to be taken or loaded."""
+        return step == self._saved_step
+
     def save(self, position: Position, request: int = 0) -> None:
         """Copy this rank's share out of the state, and have it written. Every rank of the world calls this.
 

@@ -23,6 +23,11 @@ class Answer:
 class Stopped(Exception):  # noqa: N818 - not an error: the agent asked for the end
     """The agent asked this worker to end. Carries its reason."""
 
+    def __init__(self, reason: str, *, save: bool = False) -> None:
+        super().__init__(reason)
+        self.save = save
+        """a checkpoint is to be taken first"""
+
 
 class Gate:
     """Arm, Go, Cancel, Abort and Stop on one side; boundaries on the other."""
@@ -34,7 +39,7 @@ class Gate:
         self._armed: tuple[int, int] | None = None
         self._go: int | None = None
         self._first: Prepare | None = None
-        self._stop: str | None = None
+        self._stop: Stopped | None = None
 
     @property
     def reached(self) -> int:
@@ -75,10 +80,10 @@ class Gate:
             self._first = spec
             self._changed.notify_all()
 
-    def stop(self, reason: str) -> None:
-        """End the worker at its next boundary, or now if it waits."""
+    def stop(self, reason: str, *, save: bool = False) -> None:
+        """End the worker at its next boundary, or now if it waits. ``save``: all ranks wait, and save there."""
         with self._changed:
-            self._stop = reason
+            self._stop = Stopped(reason, save=save)
             self._changed.notify_all()
 
     # --- the training thread's side ---
@@ -94,7 +99,7 @@ class Gate:
                 return None
             while True:
                 if self._stop is not None:
-                    raise Stopped(self._stop)
+                    raise self._stop
                 if self._armed is None or self._armed[1] != step:
                     self._reached = step
                     return None
@@ -112,7 +117,7 @@ class Gate:
         with self._changed:
             while True:
                 if self._stop is not None:
-                    raise Stopped(self._stop)
+                    raise self._stop
                 if self._first is not None:
                     spec, self._first = self._first, None
                     return spec

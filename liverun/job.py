@@ -150,6 +150,8 @@ class Job:
         if self.next_step < num_steps:
             return True
         self._save_if_due()
+        if self._saver is not None:
+            self._saver.wait()  # a script that ends now would give its writer no more threads
         if self._worker is not None:
             self._worker.finish()
         return False
@@ -200,6 +202,11 @@ class Job:
             if generation is not None:
                 self._change_world(worker, generation)
         except Stopped as stopped:
+            if self._saver is not None:
+                if stopped.save and not self._saver.has(self.next_step):
+                    self.wait_until_whole()
+                    self._saver.save(self._position())
+                self._saver.wait()  # here: an interpreter that ends gives its writer no more threads
             print(f"liverun: worker {worker.name} ends: {stopped}", file=sys.stderr)
             raise SystemExit(0) from None
 
@@ -392,7 +399,7 @@ class _Worker:
             case messages.Where():
                 self._send_progress()
             case messages.Stop():
-                self.gate.stop(message.reason)
+                self.gate.stop(message.reason, save=message.save)
             case _:
                 pass
 

@@ -276,3 +276,5 @@ class Stop(Message):
     """End: a standby exits 0 at once, a ranked worker at its next boundary."""
 
     reason: str
+    save: bool = False
+    """take a checkpoint there first: every rank waits at the same boundary"""

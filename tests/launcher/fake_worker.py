@@ -1,7 +1,8 @@
 """A worker without a model: steps by the clock, speaks liverun.messages, and misbehaves as told.
 
 ``FAKE_BEHAVE`` is JSON: worker id -> {"check": refusal, "prepare": "die" | "silent" | "fail: why", "late": times,
-"vote": "no: why" | "die", "join": "never" | "die"}. Steps go on until the file named by ``FAKE_END`` exists.
+"vote": "no: why" | "die", "join": "never" | "die", "long_step": file}.
+A long step ends when its file exists, the loop when the file named by ``FAKE_END`` does.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from liverun.messages import (
     Prepared,
     Progress,
     Retired,
+    Saved,
     Stop,
     Switched,
     Where,
 )
 
 STEP_S = 0.004
+LONG_STEP = 500
 
 
 class FakeWorker:
@@ -49,6 +52,7 @@ class FakeWorker:
         self.armed: Arm | None = None
         self.go: Go | None = None
         self.stopped = False
+        self.saves = False
         self.changed = threading.Condition()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.connect(os.environ["LIVERUN_SOCKET"])
@@ -84,6 +88,7 @@ class FakeWorker:
             self.go = message
         elif isinstance(message, Stop):
             self.stopped = True
+            self.saves = message.save
 
     def prepare(self, message: Prepare) -> None:
         how = self.behave.get("prepare", "") if message.generation > 1 else self.behave.get("first", "")
@@ -118,6 +123,12 @@ class FakeWorker:
         self.say(Retired(generation=go.generation, leaves=me.rank is None))
         print(f"{self.worker} has rank {self.rank} in generation {self.generation}", flush=True)
 
+    def take_long(self, end: Path) -> None:
+        """Stay in one step, while messages are answered as ever."""
+        print(f"{self.worker} is in a long step", flush=True)
+        while not end.exists():
+            self.changed.wait(STEP_S)
+
     def run(self) -> None:
         if self.behave.get("join") == "die":
             sys.exit(3)
@@ -139,12 +150,16 @@ class FakeWorker:
                 if Path(os.environ["FAKE_END"]).exists():
                     return
                 self.changed.wait(STEP_S)
+                if "long_step" in self.behave and self.step == LONG_STEP:
+                    self.take_long(Path(self.behave["long_step"]))
                 if self.behave.get("fail_at") == self.step:
                     raise RuntimeError(f"{self.worker} fails at step {self.step}")
                 if self.armed is None or self.armed.step > self.step:
                     self.step += 1
                 if self.step % 50 == 0:
                     self.say(Progress(generation=self.generation, step=self.step))
+            if self.saves:
+                self.say(Saved(request=0, step=self.step, ok=True, path=f"/ckpt/step-{self.step}"))
             print(f"{self.worker} stops before step {self.step}", flush=True)
 
 
