@@ -315,7 +315,9 @@ class Agent:
             say(f"job {self._job} {what}: {end.reason}")
             if self._notice is not None:
                 return EXIT_PREEMPTED
-            return 0 if number is None else 128 + number
+            if number is None:
+                return EXIT_PREEMPTED if end.requeue else 0
+            return 128 + number
         say(f"job {self._job} {'failed' if end.outcome == 'failed' else 'does not take this node'}: {end.reason}")
         for line in first_failure(end):
             say(line)

@@ -437,7 +437,7 @@ class Controller:
                     node,
                     Finish(
                         outcome=end.outcome, reason=end.reason, worker=end.worker, rank=end.rank, code=end.code,
-                        lines=end.lines, hopeless=end.hopeless, status=status,
+                        lines=end.lines, hopeless=end.hopeless, requeue=end.requeue, status=status,
                     ),
                 )  # fmt: skip
 

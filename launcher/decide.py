@@ -160,7 +160,7 @@ def _settle(turn: Turn) -> None:
     nodes.settle(turn)
     if stuck := next((node for node in turn.state.nodes.values() if node.stuck), None):
         turn.set_node(stuck.id, stuck=False)
-        _stop(turn, f"node {stuck.id} leaves ({stuck.leaving}), and nobody can take its work")
+        _stop(turn, f"node {stuck.id} leaves ({stuck.leaving}), and nobody can take its work", requeue=True)
     if turn.state.phase == "ending" or turn.state.stopping is not None:
         return
     generation.late(turn)
@@ -434,14 +434,16 @@ def _node_leaving(turn: Turn, event: NodeLeaving) -> None:
         else:
             alone = len(state.nodes) == 1
             reason = event.reason if alone else f"node {node.id} leaves ({event.reason}), and {why}"
-            _stop(turn, reason, patience_s=event.timeout_s, save=event.save)
+            _stop(turn, reason, patience_s=event.timeout_s, save=event.save, requeue=not alone)
     else:
         turn.set_node(node.id, leaving=event.reason, leave_wish=event.wish)
         turn.record("node_leaving", f"node {node.id} leaves: {event.reason}", node=node.id, wish=event.wish)
         nodes.move_away(turn, node.id, event.timeout_s)
 
 
-def _stop(turn: Turn, reason: str, *, patience_s: float | None = None, save: bool = False) -> None:
+def _stop(
+    turn: Turn, reason: str, *, patience_s: float | None = None, save: bool = False, requeue: bool = False
+) -> None:
     if turn.state.phase == "ending" or turn.state.stopping is not None:
         return
     proposal = turn.state.proposal
@@ -450,4 +452,4 @@ def _stop(turn: Turn, reason: str, *, patience_s: float | None = None, save: boo
         generation.abort(turn, "the job is ending")
     if patience_s is None:
         patience_s = turn.state.stop_patience_s
-    stopping.begin(turn, reason, patience_s=patience_s, save=save)
+    stopping.begin(turn, reason, patience_s=patience_s, save=save, requeue=requeue)

@@ -192,6 +192,8 @@ class Stopping:
     save: bool = False
     """a checkpoint is taken there"""
     poll_at: float
+    requeue: bool = False
+    """nobody wants the job to be over, it only cannot go on"""
     margin: int = 2
     seen: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
@@ -573,6 +575,8 @@ class End:
     """what a report says of the worker that failed first"""
     hopeless: bool = False
     """another try would end the same way"""
+    requeue: bool = False
+    """nobody asked for the end: the job only could not go on without a node"""
 
 
 Action = (

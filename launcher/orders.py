@@ -104,6 +104,7 @@ class Finish(Order):
     code: int | None = None
     lines: tuple[str, ...] = ()
     hopeless: bool = False
+    requeue: bool = False
     status: Mapping[str, Any] = field(default_factory=dict)
     """the last status object of the job"""
 

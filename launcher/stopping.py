@@ -19,8 +19,11 @@ POLL_S = 0.05
 MAX_MARGIN = 64
 
 
-def begin(turn: Turn, reason: str, *, patience_s: float, save: bool = False) -> None:
-    """Start to stop. What is under way has been aborted; a switch under way is not waited for."""
+def begin(turn: Turn, reason: str, *, patience_s: float, save: bool = False, requeue: bool = False) -> None:
+    """Start to stop. What is under way has been aborted; a switch under way is not waited for.
+
+    ``requeue``: nobody wants the job to be over, it only cannot go on here.
+    """
     state = turn.state
     for wish in (state.queued, state.proposal.wish if state.proposal else None):
         if wish is not None:
@@ -28,7 +31,10 @@ def begin(turn: Turn, reason: str, *, patience_s: float, save: bool = False) -> 
     turn.set(queued=None)
     together = state.world is not None and state.proposal is None and not state.done_ranks
     save = save and state.saves and together
-    turn.set(stopping=Stopping(reason=reason, deadline=turn.now + patience_s, poll_at=turn.now, save=save))
+    deadline = turn.now + patience_s
+    turn.set(
+        stopping=Stopping(reason=reason, deadline=deadline, poll_at=turn.now, save=save, requeue=requeue)
+    )
     if together:
         turn.set(reason=f"{reason}: the ranks stop before the same step")
         ask(turn)
@@ -103,4 +109,4 @@ def finish(turn: Turn, *, together: bool = False) -> None:
     for worker in turn.state.workers:
         turn.send(worker, Stop(reason=stopping.reason, save=worker in ranks))
     turn.record("stopped", stopping.reason, step=stopping.step)
-    turn.do(End(outcome="stopped", reason=stopping.reason))
+    turn.do(End(outcome="stopped", reason=stopping.reason, requeue=stopping.requeue))

@@ -118,6 +118,17 @@ def test_what_cannot_be_drained_is_refused(bed: Bed) -> None:
     assert second.wait() == 0
 
 
+def test_when_a_node_goes_that_the_job_needs_all_stop_together_and_may_be_queued_again(bed: Bed) -> None:
+    """Known complaint 10: interrupted is never success, on no node."""
+    nodes = Nodes(bed, "2")
+    first, second = nodes.start(1), nodes.start(1)
+    first.event("world")
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 128 + signal.SIGTERM
+    assert first.wait() == 75
+    assert "node n1 leaves (SIGTERM), and the job needs 2 nodes" in first.stderr()
+
+
 def test_one_node_beyond_the_maximum_waits_as_a_spare_and_steps_in(bed: Bed) -> None:
     """Known complaint 5: more live agents than the maximum closes the job."""
     nodes = Nodes(bed, "1:2")
