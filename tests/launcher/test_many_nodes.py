@@ -92,6 +92,7 @@ def test_a_node_told_to_end_is_resized_away_first(bed: Bed) -> None:
 
 
 def test_drain_moves_the_work_to_standbys_elsewhere_and_ends_the_agent(bed: Bed) -> None:
+    """Known complaint 33: one preemption rebuilds the cluster."""
     nodes = Nodes(bed, "1:3")
     first = nodes.start(2, "--standbys", "2")
     first.event("world")
