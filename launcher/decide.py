@@ -395,6 +395,8 @@ def _node_lost(turn: Turn, node: str, reason: str) -> None:
     state = turn.state
     told = f"node {node} ({state.nodes[node].host}) is lost: {reason}"
     turn.record("node_lost", told, node=node)
+    if (wish := state.nodes[node].leave_wish) is not None:
+        turn.do(Answer(wish=wish, ok=False, outcome="failed", reason=told))
     ranked, world = node in state.ranked_nodes(), state.world
     for worker in [worker for worker in state.workers.values() if worker.node == node]:
         holds_rank = worker.id in world.ranks if world is not None else worker.boot_rank is not None

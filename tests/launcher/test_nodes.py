@@ -156,6 +156,14 @@ def test_the_loss_of_a_node_costs_one_restart_and_that_of_a_spare_none() -> None
     assert the(End, drive.feed(NodeLost(node="n0", reason="silence"))).outcome == "failed"
 
 
+def test_whoever_drains_a_node_that_is_lost_meanwhile_is_told() -> None:
+    drive = Nodes(2, max_restarts=1)
+    drive.feed(NodeLeaving(node="n1", reason="liverun drain", timeout_s=30, wish=7))
+    answers = of(Answer, drive.feed(NodeLost(node="n1", reason="silence")))
+    assert {(answer.wish, answer.ok) for answer in answers} == {(7, False)}
+    assert "node n1 (host-n1) is lost" in answers[0].reason
+
+
 def test_a_restart_with_fewer_nodes_takes_a_layout_that_fits() -> None:
     drive = Nodes(2, max_restarts=1, layout=None)
     drive.wish(layout=Layout(tp=4))
