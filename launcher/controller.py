@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
@@ -128,10 +128,8 @@ class Controller:
         self._events = events
         self._say = say
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self.agents: dict[str, str] = {}
-        """what the agents of nodes are called in the store's proofs"""
         self.world_changed: Callable[[list[str]], None] = lambda _: None
-        """told of the nodes of each world that becomes active"""
+        """told, of each world that becomes active, what the agents of its nodes are called in the store's proofs"""
         self.on_hand_over: Callable[[HandOver], Coroutine[None, None, None]] | None = None
         self._answered: asyncio.Future[Report] | None = None
         self._records: dict[str, Mapping[str, Any]] = {}
@@ -161,7 +159,6 @@ class Controller:
         )  # fmt: skip
         self._nodes[node.id] = order
         self.tell(NodeEntered(node=node))
-        self.agents[node.id] = offer.agent
         record = {"host": node.host, "workers": node.nproc, "agent": offer.agent, "peers": offer.peers}
         self._records[node.id] = record
         self.spawn(self._ledger.put(f"node/{node.id}", record))
@@ -174,12 +171,11 @@ class Controller:
     def adopt(self, taken: TakeOver, node_ids: int) -> None:
         """Go on where the controller before this one stopped."""
         self._records = dict(taken.records)
-        self.agents = {name: str(record["agent"]) for name, record in taken.records.items()}
         self._ledger.active_revision = taken.active_revision
         self._node_ids = itertools.count(node_ids)
         if self.state.world is not None:
             self._store_nodes[self.state.world.generation] = next(iter(self._nodes), "")
-            self.world_changed(sorted(self.state.ranked_nodes()))
+            self._tell_of_world(self.state.ranked_nodes())
 
     def handing(self, *, without: str, to: str, copy: str, term: int, secrets: Mapping[str, str]) -> TakeOver:
         """Write down everything that another controller needs."""
@@ -499,12 +495,15 @@ class Controller:
         nodes = {worker: self.state.workers[worker].node for worker in world.ranks if worker in self.state.workers}
         won = await self._ledger.activate(world, nodes)
         if won:
-            self.world_changed(sorted(set(nodes.values())))
+            self._tell_of_world(nodes.values())
             for node in self._nodes:
                 theirs = {worker: rank for rank, worker in enumerate(world.ranks) if nodes.get(worker) == node}
                 voters = {name: self._records[name] for name in set(nodes.values()) if name in self._records}
                 self.post(node, ShowRanks(ranks=theirs, size=len(world.ranks), nodes=voters))
         self.tell(Committed(generation=world.generation, won=won))
+
+    def _tell_of_world(self, nodes: Iterable[str]) -> None:
+        self.world_changed([str(self._records[node]["agent"]) for node in sorted(set(nodes))])
 
     def _record(self, action: Record) -> None:
         event = self._events.write(action.kind, action.generation, action.reason, action.fields)

@@ -62,7 +62,7 @@ async def doors(
         )
         own.engine.gate = gate
         keeping = asyncio.create_task(_look_for_another(controller, own, gate, entry, meeting, own_name))
-        controller.world_changed = lambda nodes: gate.set_voters([controller.agents[node] for node in nodes])
+        controller.world_changed = gate.set_voters
     elif entry.store is not None and entry.lease is not None:
         held = HeldLease(entry.store, entry.lease, LEADER_LEASE_S, clock=time.monotonic)
         keeping = asyncio.create_task(held.run(asyncio.sleep))
@@ -97,13 +97,13 @@ async def _look_for_another(  # noqa: PLR0917  (a task of doors(), with what tha
 ) -> None:
     """While too few nodes are in sight, ask those that can be reached whether the store is elsewhere by now."""
     assert entry.token is not None
+    context = meeting.tls.client() if meeting.tls is not None else None
     while controller.superseded is None:
         await asyncio.sleep(LOOK_S)
         if gate() is None:
             continue
         records = [json.loads(item.value) for item in await own.list("node/") if item.key != "node/next"]
         places = [Place(node["host"], node["peers"]) for node in records if node["peers"]]
-        context = meeting.tls.client() if meeting.tls is not None else None
         found = await ask_where(places, entry.token, job=entry.name, agent=own_name, context=context)
         if found is not None and found.term > own.engine.term:
             controller.give_way(found.place)

@@ -208,8 +208,7 @@ def progressed(turn: Turn, worker: str, step: int) -> None:
     if set(proposal.seen) >= set(world.ranks):
         step = max(proposal.seen.values()) + proposal.margin
         turn.set_proposal(step=step, armed=frozenset(), tries=proposal.tries + 1)
-        for name in world.ranks:
-            turn.send(name, Arm(generation=proposal.generation or 0, step=step))
+        turn.send_ranks(Arm(generation=proposal.generation or 0, step=step))
 
 
 def armed(turn: Turn, worker: str, message: Armed) -> None:
@@ -237,20 +236,15 @@ def armed(turn: Turn, worker: str, message: Armed) -> None:
 
 
 def _ask_where(turn: Turn) -> None:
-    world = turn.state.world
-    assert world is not None
     turn.set_proposal(seen={}, step=None, armed=frozenset(), deadline=turn.now + ARM_TIMEOUT_S)
-    for worker in world.ranks:
-        turn.send(worker, Where())
+    turn.send_ranks(Where())
 
 
 def _cancel(turn: Turn, why: str) -> None:
-    proposal, world = turn.state.proposal, turn.state.world
+    proposal = turn.state.proposal
     assert proposal is not None
-    assert world is not None
     assert proposal.step is not None
-    for worker in world.ranks:
-        turn.send(worker, Cancel(generation=proposal.generation or 0, step=proposal.step))
+    turn.send_ranks(Cancel(generation=proposal.generation or 0, step=proposal.step))
     turn.record(
         "cancelled", f"{why}; a later step is tried", generation=proposal.generation, step=proposal.step
     )
@@ -421,8 +415,7 @@ def abort(turn: Turn, reason: str) -> None:
             kill = {member.worker for member in proposal.target.members if member.old_rank is None}
             kill &= set(turn.state.workers)
         if proposal.phase is Phase.READY and proposal.step is not None:
-            for worker in turn.state.world.ranks:
-                turn.send(worker, Cancel(generation=generation, step=proposal.step))
+            turn.send_ranks(Cancel(generation=generation, step=proposal.step))
         if proposal.phase in (Phase.PREPARING, Phase.READY):
             for member in proposal.target.members:
                 if member.worker not in kill:

@@ -62,12 +62,10 @@ def _whereabouts(saving: Saving) -> str:
 
 
 def _ask(turn: Turn) -> None:
-    saving, world = turn.state.saving, turn.state.world
+    saving = turn.state.saving
     assert saving is not None
-    assert world is not None
     turn.set(saving=replace(saving, poll_at=turn.now + POLL_S))
-    for worker in world.ranks:
-        turn.send(worker, Where())
+    turn.send_ranks(Where())
 
 
 def progressed(turn: Turn, worker: str, step: int) -> None:
@@ -80,8 +78,7 @@ def progressed(turn: Turn, worker: str, step: int) -> None:
     if set(saving.seen) >= set(world.ranks):
         step = max(saving.seen.values()) + saving.margin
         turn.set(saving=replace(saving, step=step, armed=frozenset()))
-        for name in world.ranks:
-            turn.send(name, Arm(generation=-saving.request, step=step))
+        turn.send_ranks(Arm(generation=-saving.request, step=step))
 
 
 def armed(turn: Turn, worker: str, message: Armed) -> None:
@@ -90,8 +87,7 @@ def armed(turn: Turn, worker: str, message: Armed) -> None:
     if saving is None or world is None or message.generation != -saving.request or message.step != saving.step:
         return
     if message.late:
-        for name in world.ranks:
-            turn.send(name, Cancel(generation=-saving.request, step=message.step))
+        turn.send_ranks(Cancel(generation=-saving.request, step=message.step))
         margin = min(saving.margin * 2, MAX_MARGIN)
         turn.set(saving=replace(saving, step=None, seen={}, armed=frozenset(), margin=margin, poll_at=turn.now))
         return
@@ -99,8 +95,7 @@ def armed(turn: Turn, worker: str, message: Armed) -> None:
     turn.set(saving=saving)
     if saving.armed >= set(world.ranks) and not saving.going:
         turn.set(saving=replace(saving, going=True))
-        for name in world.ranks:
-            turn.send(name, Go(generation=-saving.request, step=saving.step))
+        turn.send_ranks(Go(generation=-saving.request, step=saving.step))
 
 
 def saved(turn: Turn, worker: str, message: Saved) -> None:
@@ -133,5 +128,4 @@ def give_up(turn: Turn, reason: str) -> None:
 
 def _disarm(turn: Turn, saving: Saving) -> None:
     if turn.state.world is not None and saving.step is not None and not saving.going:
-        for name in turn.state.world.ranks:
-            turn.send(name, Cancel(generation=-saving.request, step=saving.step))
+        turn.send_ranks(Cancel(generation=-saving.request, step=saving.step))

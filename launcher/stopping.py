@@ -44,12 +44,10 @@ def begin(turn: Turn, reason: str, *, patience_s: float, save: bool = False, req
 
 def ask(turn: Turn) -> None:
     """Ask every rank where it is, and ask again a little later."""
-    stopping, world = turn.state.stopping, turn.state.world
+    stopping = turn.state.stopping
     assert stopping is not None
-    assert world is not None
     turn.set(stopping=replace(stopping, poll_at=turn.now + POLL_S))
-    for worker in world.ranks:
-        turn.send(worker, Where())
+    turn.send_ranks(Where())
 
 
 def progressed(turn: Turn, worker: str, step: int) -> None:
@@ -64,8 +62,7 @@ def progressed(turn: Turn, worker: str, step: int) -> None:
     if stopping.step is None:
         step = max(stopping.seen.values()) + stopping.margin
         turn.set(stopping=replace(stopping, step=step, armed=frozenset()))
-        for name in world.ranks:
-            turn.send(name, Arm(generation=world.generation, step=step))
+        turn.send_ranks(Arm(generation=world.generation, step=step))
     elif stopping.armed >= set(world.ranks) and all(at == stopping.step for at in stopping.seen.values()):
         finish(turn, together=True)
 
@@ -80,8 +77,7 @@ def armed(turn: Turn, worker: str, message: Armed) -> None:
     if not message.late:
         turn.set(stopping=replace(stopping, armed=stopping.armed | {worker}))
         return
-    for name in world.ranks:
-        turn.send(name, Cancel(generation=world.generation, step=message.step))
+    turn.send_ranks(Cancel(generation=world.generation, step=message.step))
     margin = min(stopping.margin * 2, MAX_MARGIN)
     turn.set(stopping=replace(stopping, step=None, seen={}, armed=frozenset(), margin=margin))
     ask(turn)

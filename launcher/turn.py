@@ -59,6 +59,12 @@ class Turn:
         if known is not None and known.joined:
             self.do(Send(worker=worker, message=message))
 
+    def send_ranks(self, message: Message) -> None:
+        """Send to every rank of the world."""
+        assert self.state.world is not None
+        for worker in self.state.world.ranks:
+            self.send(worker, message)
+
     def record(
         self,
         kind: str,
