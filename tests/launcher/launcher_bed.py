@@ -16,6 +16,8 @@ from typing import Any
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 DEADLINE_S = 60.0
+QUICK = "last_call_timeout=0,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""``--rdzv-conf`` of jobs of several nodes: nobody is waited for, and a node is lost after 3 s of silence"""
 
 
 def until(what: str, condition: Any, deadline_s: float = DEADLINE_S) -> Any:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_bed import FAKE_WORKER, Agent, Bed, until
+from launcher_bed import FAKE_WORKER, QUICK, Agent, Bed, until
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hosts import Host, hosts, why_not
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
-QUICK = "last_call_timeout=0,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_bed import FAKE_WORKER, Agent, Bed, until
-
-QUICK = "last_call_timeout=0,keep_alive_interval=1,keep_alive_max_attempt=3"
+from launcher_bed import FAKE_WORKER, QUICK, Agent, Bed, until
 
 
 def free_port() -> int:
