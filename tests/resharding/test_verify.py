@@ -14,15 +14,19 @@ from test_stream import _case, _wrong
 
 from resharding.boxes import Box, Holding, Piece
 from resharding.coverage import NotCovered, check_coverage
-from resharding.digest import WORDS, bound, digest
+from resharding.digest import WORDS, bound, digest, weighted
 from resharding.plan import plan_all
 from resharding.stream import SAMPLE, Damaged
 
 SIZES = [1, 7, 8, 9, 63, 64, 1000, 8 * WORDS, 8 * WORDS + 5, 24 * WORDS + 17, 8 * WORDS * 65 + 3]
 
 
+BOTH = pytest.mark.parametrize("digest", [digest, weighted], ids=["host", "device"])
+
+
+@BOTH
 @pytest.mark.parametrize("size", SIZES)
-def test_a_digest_sees_one_changed_byte_anywhere_and_not_where_the_bytes_lie(size):
+def test_a_digest_sees_one_changed_byte_anywhere_and_not_where_the_bytes_lie(size, digest):
     dice = random.Random(size)
     data = torch.randint(0, 256, (size + 16,), dtype=torch.uint8)
     value = digest(data[:size])
@@ -36,7 +40,8 @@ def test_a_digest_sees_one_changed_byte_anywhere_and_not_where_the_bytes_lie(siz
     assert digest(data[: size + 1]) != value
 
 
-def test_a_digest_sees_what_changed_places():
+@BOTH
+def test_a_digest_sees_what_changed_places(digest):
     data = torch.randint(0, 256, (16 * WORDS + 64,), dtype=torch.uint8)
     value = digest(data)
     half = 8 * WORDS
