@@ -290,7 +290,7 @@ class Agent:
             await pool.empty(min(FINISH_GRACE_S, grace_s))
         else:
             first = self._received[0] if self._received and outcome != "failed" else signal.SIGTERM
-            for worker in pool.alive:
+            for worker in pool.end_attempt():
                 if outcome == "failed" or worker not in joined:
                     pool.signal(worker, first)
             if outcome != "failed" and joined:

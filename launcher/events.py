@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -22,13 +24,15 @@ class EventLog:
         self, path: Path, wall_clock: Callable[[], float], trouble: Callable[[str], None] = lambda _: None,
         told: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        """``trouble`` hears once that the file takes no more, ``told`` of every event."""
+        """``trouble`` hears when the file takes no more, ``told`` of every event."""
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._clock = wall_clock
         self._trouble = trouble
         self._told = told
         self._broken = False
+        self._is_cut = False
+        """the file ends in the middle of a line"""
 
     def write(self, kind: str, generation: int, reason: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Append one event; the object written."""
@@ -46,12 +50,16 @@ class EventLog:
         """Append an event as it is."""
         if self._told is not None:
             self._told(f"{event.get('kind')}: {event.get('reason')}")
+        line = (b"\n" if self._is_cut else b"") + json.dumps(event).encode() + b"\n"
         try:
-            self._file.write(json.dumps(event).encode() + b"\n")
+            written = self._file.write(line)
+            trouble = "" if written == len(line) else os.strerror(errno.ENOSPC)
+            self._is_cut = written != len(line)
         except OSError as error:  # a full disk must not end the job
-            if not self._broken:
-                self._trouble(f"{self._path} cannot be written ({error.strerror}); events from here on are lost")
-            self._broken = True
+            trouble = error.strerror or str(error)
+        if trouble and not self._broken:
+            self._trouble(f"{self._path} cannot be written ({trouble}); events are lost until it can")
+        self._broken = bool(trouble)
 
     def close(self) -> None:
         """Close the file."""
@@ -69,7 +77,10 @@ def read_events(
             data = file.read()
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                event = json.loads(line)
+                try:
+                    event = json.loads(line)
+                except ValueError:  # cut by a full disk
+                    continue
                 if event["generation"] >= since:
                     yield event
             if over:

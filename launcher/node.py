@@ -227,6 +227,8 @@ class Node:
                     self._say(f"lines are not copied: {describe_os_error(error)}")
         for local_rank in range(options.nproc):
             worker = await self.pool.start(local_rank)
+            if worker is None:
+                return
             rank = order.first_rank + local_rank
             self._show(worker, rank, size=order.size)
             if self.torch_events is not None:
@@ -322,7 +324,7 @@ class Node:
         )  # fmt: skip
 
     async def _clear(self) -> None:
-        for worker in list(self.pool.alive):
+        for worker in self.pool.end_attempt():
             self.pool.signal(worker, signal.SIGTERM)
         await self.pool.empty(self.pool.options.shutdown_timeout_s)
         for worker in list(self.pool.alive):

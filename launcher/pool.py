@@ -82,6 +82,8 @@ class Pool:
         """a file that is there once a worker has come to the present attempt's first c10d store"""
         self.changed = asyncio.Event()
         self.attempt = Attempt(host=options.host, port=0, size=options.nproc)
+        self._is_over = False
+        """the present attempt is being ended: nobody joins it any more"""
 
     @property
     def restarts(self) -> int:
@@ -95,6 +97,7 @@ class Pool:
     async def begin(self, attempt: Attempt) -> None:
         """Make what a new attempt needs on disk. Raises ``TemplateError``."""
         self.attempt = attempt
+        self._is_over = False
         try:
             self._reserved = set(range(self.options.nproc))
             await self.destinations.begin(self.restarts, self._template, self._environ_of_rank)
@@ -108,8 +111,19 @@ class Pool:
             attempt=self.attempt, error_file=None,
         )  # fmt: skip
 
-    async def start(self, local_rank: int | None) -> str:
-        """Fork one worker, for a rank of the first world or as a standby; its id. Raises ``TemplateError``."""
+    def end_attempt(self) -> list[str]:
+        """Return the workers there are to end. Whatever is being started will not begin."""
+        self._is_over = True
+        return list(self.alive)
+
+    async def start(self, local_rank: int | None) -> str | None:
+        """Fork one worker, for a rank of the first world or as a standby.
+
+        Returns its id; ``None`` if the attempt came to its end before. Raises ``TemplateError``.
+        """
+        if self._is_over:
+            return None
+        attempt = self.attempt
         worker = f"{self.prefix}w{next(self._ids)}"
         slot = self._slot(local_rank)
         boot_rank = None if local_rank is None else self.attempt.first_rank + local_rank
@@ -140,9 +154,14 @@ class Pool:
             }
         )
         pid = int(answer["pid"])
+        self._starts[worker].set()
+        if self._is_over or attempt is not self.attempt:  # it missed the signal that all others had
+            del self._slots[worker]
+            os.kill(pid, signal.SIGKILL)
+            self._reaper.expect(pid, lambda _: self._template.forget(pid))
+            return None
         self.alive[worker] = Process(pid, boot_rank, slot, self.restarts)
         self.tell(WorkerStarted(worker=worker, pid=pid, boot_rank=boot_rank))
-        self._starts[worker].set()
         self._reaper.expect(pid, lambda code: self._ended(worker, code))
         return worker
 

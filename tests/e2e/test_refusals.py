@@ -34,6 +34,7 @@ REFUSED = [
 def test_refusals_name_the_value_and_leave_the_run_alone(
     launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
+    """Known complaint 42: the global batch changes with the number of replicas. Here it cannot."""
     out = tmp_path / "out"
     out.mkdir()
     job = launch(

@@ -122,6 +122,7 @@ def test_an_evaluation_gives_the_same_loss_before_and_after_every_change(elastic
 
 @pytest.mark.py312
 def test_canonical_state_is_the_same_bit_for_bit_over_every_change(elastic_and_static: Any) -> None:
+    """Known complaint 40: a load drops the optimizer's moments, without a word."""
     folder = elastic_and_static[0]
     rows = changes_by_generation(folder)
     generations = sorted(rows)

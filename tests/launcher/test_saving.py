@@ -98,6 +98,7 @@ def test_a_rank_that_cannot_write_is_the_answer() -> None:
 
 
 def test_whoever_waits_is_answered_whatever_happens() -> None:
+    """Known complaint 44: a stale "saving" event kills the job later."""
     for happens in (
         lambda drive: drive.feed(StopAsked(reason="liverun stop")),
         lambda drive: drive.feed(Exited(worker="w1", code=-9)),

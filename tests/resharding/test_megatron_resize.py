@@ -108,7 +108,7 @@ def test_a_vocabulary_padded_for_another_tp_keeps_its_rows_and_new_padding_is_ze
 
 
 def test_a_wrong_swiglu_split_would_be_seen() -> None:
-    """The check itself: reading fc1 as one tensor, as its shape suggests, interleaves gate and up at another tp."""
+    """Known complaint 39, and the check itself: reading fc1 as one tensor, as its shape suggests, interleaves gate and up at another tp."""
     old, new = _source("fp32", Split(tp=2)), bed.world(MODELS["fp32"], ONE, empty=True)
     sources, targets = _bridge(old, 2), _bridge(new, 2)
     naive = [Holding.of([_as_one_tensor(piece, rank, 2) for piece in side.pieces]) for rank, side in enumerate(sources)]

@@ -566,6 +566,7 @@ print("clean")
 
 
 def test_a_running_store_and_client_never_unpickle_or_evaluate() -> None:
+    """Known complaint 43: the agent hangs because it cannot import the user's class."""
     done = subprocess.run(
         [sys.executable, "-c", WITNESS, str(Path(__file__).parent)],
         capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
