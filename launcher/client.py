@@ -59,6 +59,10 @@ def talk(record: JobRecord, request: Control) -> Iterator[Control]:
                 yield Control.decode(line)
         except ConnectionError:
             return
+        except KeyboardInterrupt:
+            if isinstance(request, StatusRequest):
+                raise
+            complain(f"interrupted; what job {record.id} was asked for goes on, see 'liverun status'", 130)
 
 
 def fetch_status(folder: Path, record: JobRecord) -> dict[str, Any]:

@@ -160,6 +160,24 @@ def test_a_request_during_a_resize_is_queued_and_the_last_wish_wins(bed: Bed) ->
     assert agent.finish() == 0
 
 
+def test_whoever_interrupts_a_request_hears_that_it_goes_on(bed: Bed) -> None:
+    stop = bed.folder / "ended"
+    agent = bed.fake(1, 1, behave={"w0": {"long_step": str(stop)}})
+    until("the long step", lambda: "is in a long step" in agent.stdout())
+    asked = bed.cli_start("resize", "--workers", "2")
+    assert asked.stderr is not None
+    assert "proposed" in asked.stderr.readline()
+    asked.send_signal(signal.SIGINT)
+    stderr = asked.communicate(timeout=60)[1]
+    assert asked.returncode == 130
+    job = agent.status()["job"]
+    assert stderr.endswith(f"liverun: interrupted; what job {job} was asked for goes on, see 'liverun status'\n")
+    assert "Traceback" not in stderr
+    stop.touch()
+    assert agent.event("active")["to"]["size"] == 2
+    assert agent.finish() == 0
+
+
 def test_a_rank_can_be_replaced_by_a_standby_and_becomes_one(bed: Bed) -> None:
     agent = bed.fake(2, 1)
     assert bed.cli("resize", "--replace", "0").returncode == 0
