@@ -13,24 +13,24 @@ import pytest
 
 from .conftest import PROBE
 from .launch import Launched, read_lines
-from .test_resize import assert_bit_identical, losses, run_pair
+from .test_resize import DROPOUT, assert_bit_identical, losses, start_to_disturb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-DROPOUT = ("--hidden-dropout=0.1", "--attention-dropout=0.1")
+STEPS = 40
 
 
 def start_with_a_stopped_joiner(
     launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
-) -> tuple[Launched, Path, Path, Path]:
+) -> tuple[Launched, Path, Path]:
     announced = tmp_path / "joiner.pid"
-    job, quiet, disturbed = run_pair(
-        launch, train_arguments, tmp_path, *DROPOUT, steps=40, standbys=2,
+    job, disturbed = start_to_disturb(
+        launch, train_arguments, tmp_path, *DROPOUT, steps=STEPS, standbys=2,
         probe={"steps_per_change": 20, "hang_in_build": 2, "announce": str(announced)},
     )
     job.until_trains()
     job.until_standbys(2)
-    return job, quiet, disturbed, announced
+    return job, disturbed, announced
 
 
 def the_abort(job: Launched) -> dict[str, Any]:
@@ -40,10 +40,11 @@ def the_abort(job: Launched) -> dict[str, Any]:
 
 
 def test_old_world_trains_on_when_a_joiner_is_killed_while_preparing(
-    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], undisturbed: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """Known complaint 30: a late joiner stalls in a broadcast, and all with it."""
-    job, quiet, disturbed, announced = start_with_a_stopped_joiner(launch, train_arguments, tmp_path)
+    job, disturbed, announced = start_with_a_stopped_joiner(launch, train_arguments, tmp_path)
     asked = job.cli("resize", job.job, "--no-wait", "--workers=4", "--layout=tp=2")
     assert asked.returncode == 0, asked.stderr
     pid = int(job.until("a joiner that builds", lambda: announced.exists() and announced.read_text()))
@@ -51,15 +52,16 @@ def test_old_world_trains_on_when_a_joiner_is_killed_while_preparing(
     job.until("the abort", lambda: "aborted" in job.kinds())
     assert "SIGKILL" in the_abort(job)["reason"]
     assert job.finish() == 0, job.output()
-    assert_bit_identical(quiet, disturbed)
+    assert_bit_identical(undisturbed(*DROPOUT, steps=STEPS), disturbed)
     assert {row["generation"] for row in losses(disturbed).values()} == {1}
 
 
 def test_old_world_trains_on_when_a_joiner_never_answers(
-    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], undisturbed: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """Known complaint 36: a connect or an operation hangs past its time-out."""
-    job, quiet, disturbed, announced = start_with_a_stopped_joiner(launch, train_arguments, tmp_path)
+    job, disturbed, announced = start_with_a_stopped_joiner(launch, train_arguments, tmp_path)
     asked = job.resize("--workers=4", "--layout=tp=2", timeout_s=4)
     assert asked.returncode != 0
     assert announced.exists()
@@ -67,14 +69,14 @@ def test_old_world_trains_on_when_a_joiner_never_answers(
     assert "4 s" in reason
     assert reason in asked.stderr
     assert job.finish() == 0, job.output()
-    assert_bit_identical(quiet, disturbed)
+    assert_bit_identical(undisturbed(*DROPOUT, steps=STEPS), disturbed)
     assert {row["generation"] for row in losses(disturbed).values()} == {1}
 
 
 def test_a_resize_works_after_an_aborted_one(
     launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    job, _, disturbed, announced = start_with_a_stopped_joiner(launch, train_arguments, tmp_path)
+    job, disturbed, announced = start_with_a_stopped_joiner(launch, train_arguments, tmp_path)
     assert job.resize("--workers=4", "--layout=tp=2", timeout_s=4).returncode != 0
     assert announced.exists()
     job.until_standbys(2)
@@ -101,11 +103,12 @@ def test_a_resize_that_comes_too_late_does_not_harm_the_end(
 
 
 def test_old_world_trains_on_when_the_stream_fails_in_one_rank(
-    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], undisturbed: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """Its peers wait for it in the middle of theirs, and must not wait long."""
-    job, quiet, disturbed = run_pair(
-        launch, train_arguments, tmp_path, *DROPOUT, steps=40, standbys=2,
+    job, disturbed = start_to_disturb(
+        launch, train_arguments, tmp_path, *DROPOUT, steps=STEPS, standbys=2,
         probe={"steps_per_change": 20, "fail_stream": 1},
     )
     job.until_trains()
@@ -118,4 +121,4 @@ def test_old_world_trains_on_when_the_stream_fails_in_one_rank(
     times = {event["kind"]: datetime.fromisoformat(event["time"]) for event in job.events()}
     assert (times["aborted"] - times["switching"]).total_seconds() < 60, "somebody waited for a time-out"
     assert job.finish() == 0, job.output()
-    assert_bit_identical(quiet, disturbed)
+    assert_bit_identical(undisturbed(*DROPOUT, steps=STEPS), disturbed)

@@ -17,7 +17,8 @@ DEFER = ("--defer=optimizer",)
 
 
 def test_the_first_step_computes_before_the_optimizers_state_sets_out_and_not_a_bit_shows(
-    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path, undisturbed: Path
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], undisturbed: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """bf16 with fp32 main parameters and dropout; state is held back until forward and backward have run."""
     out = tmp_path / "out"
@@ -32,7 +33,7 @@ def test_the_first_step_computes_before_the_optimizers_state_sets_out_and_not_a_
         job.must_resize("--replace", rank)
     changes = [event for event in job.events() if event["kind"] == "active"]
     assert job.finish() == 0, job.output()
-    assert_bit_identical(undisturbed, out)
+    assert_bit_identical(undisturbed(*BF16, steps=BF16_STEPS), out)
     assert {row["generation"] for row in losses(out).values()} == {1, 2, 3}
     for generation, change in enumerate(changes, 2):
         assert 0 < change["bytes_late"] <= change["bytes_moved"] + change["bytes_local"]

@@ -39,8 +39,8 @@ def test_groups_threads_descriptors_and_tensors_are_flat_over_thirty_changes(
     job.until_trains()
     for change in range(NUM_CHANGES):
         job.must_resize("--layout=tp=2" if change % 2 == 0 else "--layout=tp=1")
-        generation = job.status()["generation"]
-        job.until("the old world's end", lambda: has_retired(job, generation - 1))  # noqa: B023
+        job.until("the old world's end", lambda: has_retired(job, change + 1))  # noqa: B023
+    assert job.status()["generation"] == NUM_CHANGES + 1
     # a few more steps, in which what was dropped last can go
     seen = job.status()["step"]
     job.until("three more steps", lambda: job.status()["step"] >= seen + 3)

@@ -187,20 +187,18 @@ def test_groups_and_their_threads_are_gone_when_a_script_ends(elastic_and_static
         assert all(row["groups"] == 0 and row["threads"] < 10 for row in rows), rows
 
 
-def run_pair(
+DROPOUT = ("--hidden-dropout=0.1", "--attention-dropout=0.1")
+
+
+def start_to_disturb(
     launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path,
     *more: str, steps: int, **options: Any,
-) -> tuple[Launched, Path, Path]:
-    """Start a job that is to be disturbed; run the same script undisturbed; return the job and both folders."""
-    quiet, disturbed = tmp_path / "quiet-out", tmp_path / "disturbed-out"
-    for folder in (quiet, disturbed):
-        folder.mkdir()
-    still = launch(PROBE, str(quiet), *train_arguments(quiet, *more, steps=steps), name="quiet", nproc=2)
-    assert still.finish() == 0, still.output()
-    job = launch(
-        PROBE, str(disturbed), *train_arguments(disturbed, *more, steps=steps), name="disturbed", nproc=2, **options
-    )
-    return job, quiet, disturbed
+) -> tuple[Launched, Path]:
+    """Start a job that is to be disturbed; return it and the folder it writes to."""
+    out = tmp_path / "disturbed-out"
+    out.mkdir()
+    job = launch(PROBE, str(out), *train_arguments(out, *more, steps=steps), name="disturbed", nproc=2, **options)
+    return job, out
 
 
 def assert_bit_identical(quiet: Path, disturbed: Path) -> None:
@@ -212,13 +210,14 @@ def assert_bit_identical(quiet: Path, disturbed: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2", "pp=2"])
 def test_a_replaced_worker_changes_nothing_with_dropout_on(
-    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path, layout: str
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], undisturbed: Callable[..., Path],
+    tmp_path: Path, layout: str,
 ) -> None:
-    job, quiet, disturbed = run_pair(
-        launch, train_arguments, tmp_path, "--hidden-dropout=0.1", "--attention-dropout=0.1",
-        f"--tensor-model-parallel-size={2 if layout == 'tp=2' else 1}",
-        f"--pipeline-model-parallel-size={2 if layout == 'pp=2' else 1}", steps=30, standbys=1,
-        probe={"steps_per_change": 10},
+    words = {"tp=1": (), "tp=2": ("--tensor-model-parallel-size=2",), "pp=2": ("--pipeline-model-parallel-size=2",)}
+    more = (*DROPOUT, *words[layout])
+    quiet = undisturbed(*more, steps=40)
+    job, disturbed = start_to_disturb(
+        launch, train_arguments, tmp_path, *more, steps=40, standbys=1, probe={"steps_per_change": 10}
     )
     job.until_trains()
     job.until_standbys(1)
