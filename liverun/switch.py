@@ -74,21 +74,22 @@ class _No(RuntimeError):  # noqa: N818 - reads as what it is
 class _Giving:
     """Gives the old stack back, piece by piece."""
 
-    def __init__(self, source: boxes.Holding) -> None:
-        self._source = source
-        self._returner = PageReturner()
+    def __init__(self) -> None:
+        self._returner: PageReturner | None = None
         self.begun = False
         """something of the old state is gone"""
 
-    def gradients(self, training: Training) -> None:
-        """Give gradient buffers back: at a boundary they hold nothing that a step would read."""
+    def begin(self, source: boxes.Holding, training: Training) -> None:
+        """Look where the pieces lie, and give gradient buffers back: no step will read what they hold."""
+        self._returner = PageReturner(source)
         for buffer in megatron.gradient_buffers(training.model):
-            self._returner.release(buffer)
+            self._returner.tensor(buffer)
 
     def piece(self, index: int) -> None:
         """Give a piece of the source back."""
+        assert self._returner is not None
         self.begun = True
-        self._returner.release(self._source.pieces[index].view())
+        self._returner.piece(index)
 
 
 def switch(
@@ -96,7 +97,7 @@ def switch(
 ) -> Outcome:
     """Move the state of ``present`` (none for a joiner) into what was prepared. Collective over the bridge."""
     started = time.perf_counter()
-    giving = _Giving(prepared.source)
+    giving = _Giving()
     with ResidentPeak() as peak:
         try:
             shared, report = _transfer(prepared, present, position, device, giving)
@@ -137,7 +138,7 @@ def _transfer(
             prepared.plan, prepared.source, prepared.target, transport, choice.staging_bytes, verify=choice.verify
         )
     if present is not None:
-        giving.gradients(present.training)
+        giving.begin(prepared.source, present.training)
     return shared, stream.execute(
         prepared.plan, prepared.source, prepared.target, transport, choice.staging_bytes, verify=choice.verify,
         keep=False, before_release=lambda: _agree(prepared, shared, device), release=giving.piece,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,12 +20,20 @@ _DONTNEED = 4
 
 
 class PageReturner:
-    """Gives pages back to the operating system as soon as everything on them is released.
+    """Gives a holding's pages back to the operating system as soon as everything on them is released.
 
-    What was on a released page reads as zero afterwards, and the page can be written again at any time.
+    What was on a released page reads as zero afterwards, and the page can be written again at any time. Only what
+    lies on the CPU is given back. Pieces that are strided and lie interleaved, as the experts of a rank in one
+    tensor do, go together with the last of them, if they fill the stretch they lie in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, holding: Holding) -> None:
+        self._views = [piece.view() for piece in holding.pieces]
+        self._stretches: dict[int, _Stretch] = {}
+        """by piece, of those that are not released by themselves"""
+        for stretch in _stretches(self._views):
+            if len(stretch.left) > 1 or not self._views[next(iter(stretch.left))].is_contiguous():
+                self._stretches |= dict.fromkeys(stretch.left, stretch)
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -31,14 +41,23 @@ class PageReturner:
         self.num_bytes = 0
         """given back so far"""
 
-    def release(self, tensor: torch.Tensor) -> None:
-        """Release a CPU tensor's elements; of other tensors, and of strided ones, nothing is given back.
-
-        Raises ``OSError`` if the system refuses.
-        """
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
+    def piece(self, index: int) -> None:
+        """Release a piece of the holding. Raises ``OSError`` if the system refuses."""
+        stretch = self._stretches.get(index)
+        if stretch is None:
+            self.tensor(self._views[index])
             return
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        stretch.left.discard(index)
+        if not stretch.left and stretch.num_bytes == stretch.end - stretch.start:
+            self._release(stretch.start, stretch.end)
+
+    def tensor(self, tensor: torch.Tensor) -> None:
+        """Release a contiguous tensor's elements. Raises ``OSError`` if the system refuses."""
+        if tensor.device.type == "cpu" and tensor.numel():
+            assert tensor.is_contiguous()
+            self._release(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+    def _release(self, start: int, end: int) -> None:
         low, high = start, end
         before, after = self._ends.pop(start, None), self._starts.pop(end, None)
         if before is not None:
@@ -48,7 +67,7 @@ class PageReturner:
             high = after
             del self._ends[after]
         self._starts[low], self._ends[high] = high, low
-        # pages that this tensor completes: those within the joined stretch that it touches
+        # pages that this completes: those within the joined stretch that it touches
         first = max(_up(low), start // mmap.PAGESIZE * mmap.PAGESIZE)
         last = min(high // mmap.PAGESIZE * mmap.PAGESIZE, _up(end))
         if first < last:
@@ -57,24 +76,47 @@ class PageReturner:
             self.num_bytes += last - first
 
 
+@dataclass
+class _Stretch:
+    """Memory from the first to the last byte of pieces that lie in each other."""
+
+    start: int
+    end: int
+    num_bytes: int
+    """of the pieces"""
+    left: set[int]
+    """pieces that are not released yet"""
+
+
+def _stretches(views: Sequence[torch.Tensor]) -> list[_Stretch]:
+    """Return the stretches of memory that tensors on the CPU take, those that overlap as one."""
+    spans = []
+    for index, view in enumerate(views):
+        if view.numel() and view.device.type == "cpu":
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+            spans.append((view.data_ptr(), view.data_ptr() + extent * view.element_size(), index))
+    found: list[_Stretch] = []
+    for start, end, index in sorted(spans):
+        if not found or start >= found[-1].end:
+            found.append(_Stretch(start, end, 0, set()))
+        found[-1].end = max(found[-1].end, end)
+        found[-1].num_bytes += views[index].nbytes
+        found[-1].left.add(index)
+    return found
+
+
 def is_disjoint(holding: Holding) -> bool:
     """Whether no element of a holding belongs to two pieces: only then can pieces be released one by one.
 
-    Pieces that are strided are never given back, and may lie interleaved with each other.
+    Pieces that are strided may lie interleaved with each other; that none of their elements is another's too is
+    taken from their number.
     """
-    spans = []
-    for piece in holding.pieces:
-        view = piece.view()
-        if view.numel():
-            extent = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
-            start = view.data_ptr()
-            spans.append((start, start + extent * view.element_size(), view.is_contiguous()))
-    ends = {True: 0, False: 0}
-    for start, end, is_contiguous in sorted(spans):
-        if start < (max(ends.values()) if is_contiguous else ends[True]):
-            return False
-        ends[is_contiguous] = max(ends[is_contiguous], end)
-    return True
+    views = [piece.view() for piece in holding.pieces]
+    return all(
+        stretch.num_bytes <= stretch.end - stretch.start
+        and (len(stretch.left) == 1 or not any(views[index].is_contiguous() for index in stretch.left))
+        for stretch in _stretches(views)
+    )
 
 
 def _up(address: int) -> int:

@@ -32,27 +32,30 @@ CASES = {
     "shrinking": ([LOW, HIGH], [ALL, NONE]),
     "from stages to halves": ([LOW, HIGH], [UPPER, LOWER]),
     "from halves to stages": ([UPPER, LOWER], [HIGH, LOW]),
+    "experts in one tensor": ([LOW, HIGH], [HIGH, LOW]),
 }
 
 
-def holding(share) -> Holding:
-    """A buffer for each kind, layers one after the other, nothing of it touched."""
+def holding(share, num_experts: int = 1) -> Holding:
+    """A buffer for each kind, layers one after the other, nothing of it touched; experts are columns of a layer."""
     layers, (first, last) = share
     pieces = []
     for kind in KINDS:
         rows = last - first
         buffer = torch.empty(len(layers) * rows * WIDTH)
         for place, layer in enumerate(layers):
-            box = Box(f"{kind}/layers.{layer}.w", "float32", (ROWS, WIDTH), (first, 0), (rows, WIDTH))
-            view = buffer[place * rows * WIDTH : (place + 1) * rows * WIDTH].view(rows, WIDTH)
-            pieces.append(Piece(box, lambda view=view: view))
+            whole = buffer[place * rows * WIDTH : (place + 1) * rows * WIDTH].view(rows, WIDTH)
+            width = WIDTH // num_experts
+            for expert, view in enumerate(whole.split(width, dim=1)):
+                box = Box(f"{kind}/layers.{layer}.w{expert}", "float32", (ROWS, width), (first, 0), (rows, width))
+                pieces.append(Piece(box, lambda view=view: view))
     return Holding.of(pieces)
 
 
 def fill(piece: Piece, view: torch.Tensor) -> None:
     salt = sum(map(ord, piece.box.key)) % 97
-    start = piece.box.offset[0] * WIDTH
-    torch.arange(start, start + view.numel(), dtype=torch.float32, out=view.view(-1)).add_(salt)
+    start = piece.box.offset[0] * piece.box.shape[1]
+    view.copy_(torch.arange(start, start + view.numel(), dtype=torch.float32).view(view.shape)).add_(salt)
 
 
 def status(name: str) -> int:
@@ -65,20 +68,21 @@ def main() -> None:
     group = dist.ProcessGroupGloo(dist.FileStore(str(folder / "store"), 2), rank, 2, timedelta(seconds=60))
     group.allreduce([torch.zeros(1)]).wait()
     digest(torch.zeros(1 << 20, dtype=torch.uint8))
-    sides = [[holding(share) for share in side] for side in (before, after)]
+    num_experts = 8 if "experts" in sys.argv[2] else 1
+    sides = [[holding(share, num_experts) for share in side] for side in (before, after)]
     source, target = sides[0][rank], sides[1][rank]
     plan = plan_for(rank, *([side.boxes for side in world] for world in sides), ["here"] * 2)
     base = status("VmRSS")
     for piece in source.pieces:
         fill(piece, piece.view())
     Path("/proc/self/clear_refs").write_text("5")
-    returner = PageReturner()
+    returner = PageReturner(source)
     report = execute(
         plan, source, target, ProcessGroupTransport(group), STAGING, keep=mode == "keep",
-        release=None if mode == "keep" else lambda piece: returner.release(source.pieces[piece].view()),
+        release=None if mode == "keep" else returner.piece,
     )  # fmt: skip
     peak = status("VmHWM") - base
-    wanted = torch.empty(ROWS, WIDTH)
+    wanted = torch.empty(ROWS, WIDTH // num_experts)
     wrong = []
     for piece in target.pieces:
         fill(piece, wanted[: piece.box.shape[0]])

@@ -227,17 +227,37 @@ def test_pages_go_back_once_all_on_them_is_released() -> None:
     buffer = torch.ones(64 * page)
     shift = -(buffer.data_ptr() // 4) % page
     parts = buffer[shift : shift + 8 * page].split(page // 2)
-    returner = PageReturner()
+    returner = PageReturner(Holding.of([]))
     first, second = [*parts[:8:2], *parts[9::2]], [*parts[1:8:2], *parts[8::2]]  # halves of pages, either one first
     for part in first:
-        returner.release(part)
+        returner.tensor(part)
     assert returner.num_bytes == 0
     assert bool((buffer == 1).all())
     for count, part in enumerate(second, 1):
-        returner.release(part)
+        returner.tensor(part)
         assert returner.num_bytes == count * mmap.PAGESIZE
     assert not buffer[shift : shift + 8 * page].any()
     assert bool((buffer[:shift] == 1).all())
     assert bool((buffer[shift + 8 * page :] == 1).all())
-    returner.release(buffer[::2])
-    assert returner.num_bytes == 8 * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_pieces_that_lie_interleaved_go_back_with_the_last_of_them(missing: bool) -> None:
+    """Columns of one tensor, as the experts of a rank are kept; not if there is something between them that is none."""
+    page = mmap.PAGESIZE // 4
+    buffer = torch.ones(12 * page)
+    shift = -(buffer.data_ptr() // 4) % page
+    columns = list(buffer[shift : shift + 8 * page].view(16, page // 2).split(page // 8, dim=1))
+    box = Box("weight/w", "float32", (16, page // 8), (0, 0), (16, page // 8))
+    rest = buffer[shift + 8 * page : shift + 9 * page].view(16, page // 16)
+    views = [*columns[: 3 if missing else 4], rest]
+    returner = PageReturner(Holding.of([Piece(box, lambda view=view: view) for view in views]))
+    for index in range(len(views) - 1):
+        assert returner.num_bytes == 0
+        assert bool((buffer == 1).all())
+        returner.piece(index)
+    assert returner.num_bytes == (0 if missing else 8 * mmap.PAGESIZE)
+    assert bool((buffer[:shift] == 1).all())
+    assert bool((buffer[shift + 8 * page :] == 1).all())
+    returner.piece(len(views) - 1)
+    assert returner.num_bytes == (1 if missing else 9) * mmap.PAGESIZE
