@@ -28,14 +28,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--runs", type=int, default=3, help="runs of each system, in turns; the median counts")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="which; all by default")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(*args.worker)
         return
-    runs: dict[str, list[dict]] = {system: [] for system in SYSTEMS}
+    runs: dict[str, list[dict]] = {system: [] for system in args.systems}
     for _ in range(args.runs):
-        for system in SYSTEMS:
+        for system in args.systems:
             with tempfile.TemporaryDirectory(prefix="liverun-bench-") as folder:
                 runs[system].append(measure(system, Path(folder)))
     result = {"conditions": conditions(), "parameters": num_parameters(LARGE), "runs": args.runs, "systems": {}}

@@ -94,6 +94,8 @@ class _Ground:
     nonce: str
     """names this job's temporary folders"""
     hosts: tuple[str, ...]
+    one_kernel: bool
+    """all ranks run under the same, so locks and pages of files are shared"""
     listings: tuple[listing.Listing, ...]
     """of all ranks, random streams left out"""
     holding: boxes.Holding
@@ -112,7 +114,7 @@ def _learn(standing: Standing, gather: Gather) -> _Ground:
     with fence.seen_by_this_thread(standing.globals):
         fused = {name: spec.as_json() for name, spec in fused_in(standing.training.model).items()}
     mine = {
-        "nonce": folders.fresh_nonce(), "host": socket.gethostname(), "fused": fused,
+        "nonce": folders.fresh_nonce(), "host": socket.gethostname(), "fused": fused, "boot": _boot(),
         "streams": {name: len(state) for name, state in streams.items()},
     }  # fmt: skip
     said = [json.loads(data) for data in gather(json.dumps(mine).encode())]
@@ -126,10 +128,19 @@ def _learn(standing: Standing, gather: Gather) -> _Ground:
     for each in said:
         table.update({name: read_fused(spec) for name, spec in each["fused"].items()})
     return _Ground(
-        standing=standing, nonce=said[0]["nonce"], hosts=hosts, listings=tuple(listings), streams=streams,
+        standing=standing, nonce=said[0]["nonce"], hosts=hosts, one_kernel=len({each["boot"] for each in said}) == 1,
+        listings=tuple(listings), streams=streams,
         holding=boxes.Holding.of([*standing.holding.pieces, *_stream_pieces(dict(streams), rank)]),
         design=writer.design(whole, table), share=writer.share_of(rank, everything, hosts, whole),
     )  # fmt: skip
+
+
+def _boot() -> str:
+    """Return what names the running kernel: containers share it, and host names may be equal by chance."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return folders.fresh_nonce()
 
 
 def _stream_boxes(sizes: Mapping[str, int], rank: int) -> list[boxes.Box]:
@@ -357,7 +368,7 @@ class Saver:
         started = time.perf_counter()
         path = ""
         try:
-            writer.write_share(temporary, ground.design, rank, parts, small)
+            writer.write_share(temporary, ground.design, rank, parts, small, one_kernel=ground.one_kernel)
             parts.clear()
             if rank == 0:
                 path = str(self._commit(ground, temporary, step))
