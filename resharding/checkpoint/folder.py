@@ -111,14 +111,23 @@ _DESCRIBED = {
 
 
 def publish(root: Path, temporary: Path, step: int) -> Path:
-    """Give a folder that is whole and on disk its name, then point ``latest`` at it. Raises ``OSError``."""
-    sync_folder(temporary)
+    """Give a folder that is whole and on disk its name, then point ``latest`` at it. Raises ``OSError``.
+
+    Both names go to disk together. Where a crash of the machine leaves only the second one, ``latest`` names what is
+    not there, and the newest that is there is taken.
+    """
     path = root / folder_name(step)
-    if path.exists():
-        _discard(path)
-    temporary.rename(path)
+    pointer = _write_beside(root / LATEST, f"{path.name}\n".encode())
+    try:
+        sync_folder(temporary)
+        if path.exists():
+            _discard(path)
+        temporary.rename(path)
+        pointer.replace(root / LATEST)
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
     sync_folder(root)
-    write_synced(root / LATEST, f"{path.name}\n".encode())
     return path
 
 
@@ -151,18 +160,28 @@ def write_synced(path: Path, data: bytes, *, with_name: bool = True) -> None:
 
     Without ``with_name`` its name is on disk only once the folder is synced.
     """
-    temporary = path.with_name(f".{path.name}.{fresh_nonce()}.new")
+    temporary = _write_beside(path, data)
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     if with_name:
         sync_folder(path.parent)
+
+
+def _write_beside(path: Path, data: bytes) -> Path:
+    """Write and sync a file under another name in the same folder, and return that. Raises ``OSError``."""
+    temporary = path.with_name(f".{path.name}.{fresh_nonce()}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
 
 
 def sync_folder(path: Path) -> None:
