@@ -138,11 +138,11 @@ def runs(shape: Shape, offset: Shape, size: Shape) -> tuple[int, list[int]]:
 class Files:
     """The open data files of one folder. Close it, or use it in a ``with``."""
 
-    def __init__(self, folder: Path, *, writing: bool = False, one_kernel: bool = False) -> None:
-        """Open nothing yet. ``one_kernel``: all who write into the folder now run under one, and say so."""
+    def __init__(self, folder: Path, *, writing: bool = False, one_disk: bool = False) -> None:
+        """Open nothing yet. ``one_disk``: it is on the disk of one machine, all writers are there, and all say so."""
         self._folder = folder
         self._flags = os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY
-        self._merging = one_kernel
+        self._merging = one_disk
         self._open: dict[str, int] = {}
 
     def __enter__(self) -> Self:

@@ -193,6 +193,27 @@ def sync_folder(path: Path) -> None:
         os.close(file)
 
 
+def own_disk(path: Path) -> str | None:
+    """Return what names the file system of ``path``, which need not exist, if it is of this machine alone.
+
+    ``None`` for one over a network, and for one that is not known. Containers of one machine get the same name.
+    """
+    there = next(each for each in (path, *path.parents) if each.exists())
+    device = there.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    kinds = {line.partition(" - ")[2].split(" ")[0] for line in mounts if line.split(" ")[2] == number}
+    return f"{boot}/{number}" if kinds and kinds <= _OWN_KINDS else None
+
+
+_OWN_KINDS = {"ext2", "ext3", "ext4", "xfs", "f2fs", "btrfs", "tmpfs", "overlay"}
+"""of file systems that one machine has to itself"""
+
+
 def _discard(path: Path) -> None:
     """Remove a complete checkpoint: it loses its name first, so that no half of it is ever taken for a whole."""
     gone = path.with_name(f".{path.name}.{fresh_nonce()}.old.tmp")

@@ -166,16 +166,16 @@ def write_share(
     parts: Sequence[Part],
     small: Mapping[str, Any],
     *,
-    one_kernel: bool = False,
+    one_disk: bool = False,
 ) -> Sums:
     """Write one rank's share into the temporary folder, and say so there; ``small`` is JSON for ``commit``.
 
-    ``one_kernel``: all ranks run under one and say so, which makes short runs cheaper; see ``Files``.
+    ``one_disk``: all ranks write to a disk of their one machine, and all say so: short runs are cheaper then.
 
     Raises ``OSError``; the folder is then of no use.
     """
     temporary.mkdir(parents=True, exist_ok=True)
-    with Files(temporary, writing=True, one_kernel=one_kernel) as files:
+    with Files(temporary, writing=True, one_disk=one_disk) as files:
         if rank == 0:
             sizes = {file.name: file.nbytes for file in plan.index.files}
             for name, header in plan.headers.items():

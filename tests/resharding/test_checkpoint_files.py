@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from resharding.checkpoint import folder
 from resharding.checkpoint.files import Files, lay_out
 
 SHAPE = (3, 2000, 30)
@@ -18,7 +19,7 @@ WHOLE = np.arange(1, 3 * 2000 * 30 + 1, dtype=np.uint32).reshape(SHAPE)
 
 
 def write(folder: Path, columns: tuple[int, int], rows: tuple[int, int], begin=lambda: 0) -> None:
-    with Files(folder, writing=True, one_kernel=True) as files:
+    with Files(folder, writing=True, one_disk=True) as files:
         box = WHOLE[:, rows[0] : rows[1], columns[0] : columns[1]]
         if begin() == 0:  # one of them, while the others have begun
             files.create(ENTRY.file, HEADERS[ENTRY.file], ENTRY.begin + ENTRY.nbytes)
@@ -60,3 +61,12 @@ def test_a_file_system_without_locks_gets_run_after_run(tmp_path: Path, monkeypa
     for box in BOXES:
         write(tmp_path, *box)
     assert np.array_equal(content(tmp_path), WHOLE)
+
+
+def test_a_disk_of_the_machine_is_told_from_one_over_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = folder.own_disk(tmp_path)
+    assert found is not None
+    assert found == folder.own_disk(tmp_path / "not" / "there")
+    assert folder.own_disk(Path("/proc/self")) is None
+    monkeypatch.setattr(folder, "_OWN_KINDS", {"nfs4"})
+    assert folder.own_disk(tmp_path) is None
