@@ -1,13 +1,18 @@
 """What do checkpoints cost: liverun's, Megatron's torch_dist, and torch's DCP, side by side?
 
-    python benchmarks/checkpoint.py [--json] [--runs 3]
+    python benchmarks/checkpoint.py [--json] [--runs 3] [--systems liverun deepspeed …] [--deepspeed]
 
 Two ranks hold a GPT and its optimizer, tp=2, and save; two others load it as tp=1, dp=2. Each system has processes of
 its own for each of the two. All sync their files; all read from a warm page cache. DCP knows no Megatron: it is given
 tensors of the same names, shapes and bytes, cut by rows to save and by columns to load.
+
+With ``--deepspeed``, and where it is installed: DeepSpeed (ZeRO stage 1) saves parameters of the same shapes from one
+rank, turns that into a universal checkpoint, and two ranks load it, so that each holds all weights and half of the
+optimizer, as with the others.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -21,6 +26,7 @@ from pathlib import Path
 from common import LARGE, ROOT, TORCHRUN, conditions, environment, num_parameters
 
 SYSTEMS = ("liverun", "torch_dist", "dcp", "dcp_async")
+DEEPSPEED = "deepspeed"
 WORKERS = 2
 
 
@@ -28,14 +34,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--runs", type=int, default=3, help="runs of each system, in turns; the median counts")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="which; all by default")
+    parser.add_argument("--deepspeed", action="store_true", help="DeepSpeed's convert-then-load too")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(*args.worker)
         return
-    runs: dict[str, list[dict]] = {system: [] for system in SYSTEMS}
+    systems = list(args.systems)
+    if args.deepspeed and importlib.util.find_spec("deepspeed") is None:
+        print("deepspeed is not installed, so it is left out; pip install -e '.[deepspeed]'", file=sys.stderr)
+    elif args.deepspeed:
+        systems.append(DEEPSPEED)
+    runs: dict[str, list[dict]] = {system: [] for system in systems}
     for _ in range(args.runs):
-        for system in SYSTEMS:
+        for system in systems:
             with tempfile.TemporaryDirectory(prefix="liverun-bench-") as folder:
                 runs[system].append(measure(system, Path(folder)))
     result = {"conditions": conditions(), "parameters": num_parameters(LARGE), "runs": args.runs, "systems": {}}
@@ -49,6 +62,7 @@ def measure(system: str, folder: Path) -> dict:
     saved = ask(system, "save", folder)
     target = folder / "saved"
     found = {"bytes": sum(path.stat().st_size for path in target.rglob("*") if path.is_file())}
+    found["convert_s"] = to_universal(folder) if system == DEEPSPEED else 0.0
     loaded = ask(system, "load", folder)
     for name in ("pause_s", "save_s", "save_peak_bytes"):
         found[name] = max(rank[name] for rank in saved)
@@ -58,18 +72,22 @@ def measure(system: str, folder: Path) -> dict:
 
 
 def ask(system: str, action: str, folder: Path) -> list[dict]:
-    command = [*TORCHRUN, "--nproc-per-node", str(WORKERS), __file__, "--worker", system, action, str(folder)]
+    workers = 1 if (system, action) == (DEEPSPEED, "save") else WORKERS
+    command = [*TORCHRUN, "--nproc-per-node", str(workers), __file__, "--worker", system, action, str(folder)]
     done = subprocess.run(
         command, env=environment(folder) | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
         timeout=300,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{system} {action}: {done.stderr[-3000:]}")
-    return [json.loads((folder / f"{action}-{rank}.json").read_text()) for rank in range(WORKERS)]
+    return [json.loads((folder / f"{action}-{rank}.json").read_text()) for rank in range(workers)]
 
 
 def work(system: str, action: str, folder_name: str) -> None:
     """Be one rank of one world."""
+    if system == DEEPSPEED:
+        work_deepspeed(action, Path(folder_name))
+        return
     sys.path.insert(0, str(ROOT / "examples" / "gpt"))
     import torch
     from model import build_model, build_optimizer
@@ -173,12 +191,83 @@ def of_dcp(job, _args, folder: Path, action: str, *, asynchronous: bool):
     return save
 
 
+def work_deepspeed(action: str, folder: Path) -> None:
+    """Be one rank of DeepSpeed, which knows no Megatron model: its parameters have the same shapes."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import torch
+
+    from liverun.memory import ResidentPeak
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled here and now
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Module()
+    net.all = torch.nn.ParameterList(torch.randn(shape) for shape in shapes_of(LARGE))
+    net.forward = lambda: sum(param.square().sum() for param in net.all)
+    size = torch.distributed.get_world_size()
+    config = {
+        "train_batch_size": size, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": action == "load"},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config)
+    if action == "save":
+        engine.backward(engine())
+        engine.step()
+    torch.distributed.barrier()
+    with ResidentPeak() as peak:
+        began = time.perf_counter()
+        if action == "save":
+            engine.save_checkpoint(str(folder / "saved"))
+            sync(folder / "saved")
+        else:
+            engine.load_checkpoint(str(folder / "saved"), tag="universal")
+        torch.distributed.barrier()
+        seconds = time.perf_counter() - began
+    found = {f"{action}_s": seconds, f"{action}_peak_bytes": peak.extra_bytes, "pause_s": seconds}
+    (folder / f"{action}-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def shapes_of(flags: dict) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters that ``num_parameters`` counts."""
+    hidden, ffn, groups = flags["--hidden-size"], flags["--ffn-hidden-size"], flags["--num-query-groups"]
+    qkv = hidden + 2 * groups * hidden // flags["--num-attention-heads"]
+    layer = [(hidden,), (qkv, hidden), (hidden, hidden), (hidden,), (2 * ffn, hidden), (hidden, ffn)]
+    return [(384, hidden), *layer * flags["--num-layers"], (hidden,)]
+
+
+def sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def to_universal(folder: Path) -> float:
+    """Run DeepSpeed's converter with its own number of processes; the time without starting and importing it."""
+    step = folder / "saved" / (folder / "saved" / "latest").read_text().strip()
+    code = (
+        "import sys, time; from deepspeed.checkpoint.ds_to_universal import *\n"
+        "began = time.perf_counter(); main(parse_arguments()); print('took', time.perf_counter() - began)"
+    )
+    words = ["--input_folder", step, "--output_folder", folder / "saved" / "universal", "--inject_missing_state"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], env=environment(folder) | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    return float(done.stdout.rpartition("took ")[2])
+
+
 def shown(result: dict) -> str:
     lines = [str(result["conditions"]), f"{result['parameters'] / 1e6:.1f} M parameters, {result['runs']} runs"]
-    lines.append(f"{'':12}{'pause s':>9}{'save s':>9}{'load s':>9}{'MB':>8}{'save peak MB':>14}{'load peak MB':>14}")
+    heads = f"{'convert s':>11}{'load s':>9}{'MB':>8}{'save peak MB':>14}{'load peak MB':>14}"
+    lines.append(f"{'':12}{'pause s':>9}{'save s':>9}{heads}")
     for system, row in result["systems"].items():
         lines.append(
-            f"{system:12}{row['pause_s']:9.3f}{row['save_s']:9.3f}{row['load_s']:9.3f}{row['bytes'] / 1e6:8.1f}"
+            f"{system:12}{row['pause_s']:9.3f}{row['save_s']:9.3f}{row['convert_s']:11.3f}"
+            f"{row['load_s']:9.3f}{row['bytes'] / 1e6:8.1f}"
             f"{row['save_peak_bytes'] / 1e6:14.1f}{row['load_peak_bytes'] / 1e6:14.1f}"
         )
     return "\n".join(lines)

@@ -175,7 +175,7 @@ def convert(  # noqa: PLR0917  (typer reads options from the signature)
     weights_only: Annotated[bool, typer.Option("--weights-only", help="leave the optimizer out")] = False,
     model_config: Annotated[
         Path | None,
-        typer.Option("--model-config", help="JSON of the model's configuration: heads and so on, to name parts"),
+        typer.Option("--model-config", help="JSON of the model's arguments that the checkpoint does not tell"),
     ] = None,
     patterns: Annotated[
         Path | None, typer.Option("--patterns", help="JSON: how tensor parallel slices go together (DeepSpeed)")
@@ -200,13 +200,14 @@ def convert(  # noqa: PLR0917  (typer reads options from the signature)
         with _opened(source) as checkpoint, _progress("converting", checkpoint.index.nbytes) as advance:
             print(write_megatron(checkpoint, target, expert_parallel=expert_parallel, progress=advance))
         return
+    from launcher.planning import buffers_of
     from resharding.checkpoint.convert import convert as run
     from resharding.checkpoint.sources import open_source
 
     try:
         found = open_source(
             kind, source, model=model, step=step, consumed_samples=consumed_samples, vocab_size=vocab_size,
-            weights_only=weights_only, patterns=_json_of(patterns),
+            weights_only=weights_only, patterns=_json_of(patterns), buffers_of=buffers_of,
         )  # fmt: skip
         with _progress("converting", found.nbytes) as advance:
             done = run(found, target, progress=advance)

@@ -1,4 +1,4 @@
-"""``liverun plan``: ask an interpreter with torch and Megatron, and show what it says."""
+"""What only Megatron knows of a model, asked of an interpreter that has it: ``liverun plan``, and flat buffers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from resharding.checkpoint.buckets import Buffer
 
 CODE = (
     "import sys\n"
     "if sys.path and sys.path[0] == '': del sys.path[0]\n"  # the user's folder must not stand before ours
-    "from liverun.plan import main\n"
+    "from liverun.{} import main\n"
     "main()\n"
 )
 SHOWN_LINKS = 10
@@ -20,10 +23,9 @@ SHOWN_LINKS = 10
 
 def run_plan(words: Mapping[str, str], flags: Sequence[str], *, as_json: bool) -> int:
     """Print the plan; the exit code. ``words`` are options of ``liverun.plan``, ``flags`` the model's."""
-    python = os.environ.get("PYTHON_EXEC") or sys.executable
     options = [f"--{name}={value}" for name, value in words.items()]
     done = subprocess.run(
-        [python, "-W", "ignore", "-c", CODE, *options, "--", *flags], stdout=subprocess.PIPE, text=True, check=False,
+        [*_program("plan"), *options, "--", *flags], stdout=subprocess.PIPE, text=True, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     if done.returncode:
@@ -37,6 +39,25 @@ def run_plan(words: Mapping[str, str], flags: Sequence[str], *, as_json: bool) -
     else:
         show(plan)
     return 0
+
+
+def buffers_of(arguments: Mapping[str, Any]) -> list[Buffer]:
+    """Return where a model has its parameters in flat buffers, given Megatron's arguments by name.
+
+    Raises ``ValueError`` with what ``liverun.buffers`` says of a mistake.
+    """
+    from resharding.checkpoint.buckets import read_buffer
+
+    done = subprocess.run(
+        _program("buffers"), input=json.dumps(arguments), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ValueError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "Megatron cannot be asked")
+    return [read_buffer(row) for row in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _program(module: str) -> list[str]:
+    return [os.environ.get("PYTHON_EXEC") or sys.executable, "-W", "ignore", "-c", CODE.format(module)]
 
 
 def show(plan: Mapping[str, Any]) -> None:

@@ -94,6 +94,8 @@ class _Ground:
     nonce: str
     """names this job's temporary folders"""
     hosts: tuple[str, ...]
+    one_disk: bool
+    """all ranks write to a disk of the one machine they are on, so locks and pages of files are shared"""
     listings: tuple[listing.Listing, ...]
     """of all ranks, random streams left out"""
     holding: boxes.Holding
@@ -104,15 +106,15 @@ class _Ground:
     share: writer.Share
 
 
-def _learn(standing: Standing, gather: Gather) -> _Ground:
-    """Exchange what all ranks of a world hold. Every rank calls this; ``gather`` is used three times."""
+def _learn(standing: Standing, gather: Gather, disk: str) -> _Ground:
+    """Exchange what all ranks of a world hold, and write to. Every rank calls this; it gathers three times."""
     rank = standing.world.rank
     streams = {name: torch.empty_like(state) for name, state in rng.capture().items()}
     (listings,) = listing.exchange(gather, rank, listing.listing_of(standing.holding))
     with fence.seen_by_this_thread(standing.globals):
         fused = {name: spec.as_json() for name, spec in fused_in(standing.training.model).items()}
     mine = {
-        "nonce": folders.fresh_nonce(), "host": socket.gethostname(), "fused": fused,
+        "nonce": folders.fresh_nonce(), "host": socket.gethostname(), "fused": fused, "disk": disk,
         "streams": {name: len(state) for name, state in streams.items()},
     }  # fmt: skip
     said = [json.loads(data) for data in gather(json.dumps(mine).encode())]
@@ -126,7 +128,8 @@ def _learn(standing: Standing, gather: Gather) -> _Ground:
     for each in said:
         table.update({name: read_fused(spec) for name, spec in each["fused"].items()})
     return _Ground(
-        standing=standing, nonce=said[0]["nonce"], hosts=hosts, listings=tuple(listings), streams=streams,
+        standing=standing, nonce=said[0]["nonce"], hosts=hosts, one_disk=len({each["disk"] for each in said}) == 1,
+        listings=tuple(listings), streams=streams,
         holding=boxes.Holding.of([*standing.holding.pieces, *_stream_pieces(dict(streams), rank)]),
         design=writer.design(whole, table), share=writer.share_of(rank, everything, hosts, whole),
     )  # fmt: skip
@@ -158,17 +161,17 @@ def _store_gather(standing: Standing, host: str, port: int) -> Gather:
 class _Learning:
     """Finding out, in a thread, what the ranks of one world hold."""
 
-    def __init__(self, standing: Standing, host: str, port: int) -> None:
+    def __init__(self, standing: Standing, host: str, port: int, disk: str) -> None:
         self._ground: _Ground | None = None
         self._trouble = "the world was left"
         self._thread = threading.Thread(
-            target=self._learn, args=(standing, host, port), name="liverun-checkpoint-learn", daemon=True
+            target=self._learn, args=(standing, host, port, disk), name="liverun-checkpoint-learn", daemon=True
         )
         self._thread.start()
 
-    def _learn(self, standing: Standing, host: str, port: int) -> None:
+    def _learn(self, standing: Standing, host: str, port: int, disk: str) -> None:
         try:
-            self._ground = _learn(standing, _store_gather(standing, host, port))
+            self._ground = _learn(standing, _store_gather(standing, host, port), disk)
         except (RuntimeError, ValueError, AttributeError, OSError) as error:
             # torch's store raises RuntimeErrors; a world that is left meanwhile has been emptied
             self._trouble = in_short(error)
@@ -199,7 +202,8 @@ class Saver:
 
     def enter(self, standing: Standing, host: str, port: int) -> None:
         """Begin to learn what the ranks of a world hold; its c10d store listens at ``host:port``."""
-        self._learning = _Learning(standing, host, port)
+        disk = folders.own_disk(self.settings.folder) or folders.fresh_nonce()
+        self._learning = _Learning(standing, host, port, disk)
 
     def leave(self) -> None:
         """Forget the world that was left, which nothing here may keep alive."""
@@ -357,7 +361,7 @@ class Saver:
         started = time.perf_counter()
         path = ""
         try:
-            writer.write_share(temporary, ground.design, rank, parts, small)
+            writer.write_share(temporary, ground.design, rank, parts, small, one_disk=ground.one_disk)
             parts.clear()
             if rank == 0:
                 path = str(self._commit(ground, temporary, step))

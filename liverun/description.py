@@ -31,6 +31,8 @@ from torch.overrides import TorchFunctionMode
 from liverun.layout import Layout
 from resharding import megatron
 from resharding.boxes import Holding
+from resharding.checkpoint.buckets import Buffer
+from resharding.checkpoint.model import buffers_in
 
 OWN = {
     "vocab_size": int, "padded_vocab_size": int, "make_vocab_size_divisible_by": int, "max_position_embeddings": int,
@@ -76,7 +78,11 @@ class Description:
                 raise ValueError(f"--model {file}: {error}; name a file with one JSON object of flags") from None
             if not isinstance(given, dict):
                 raise ValueError(f'--model {file} holds no JSON object; write it like {{"num-layers": 32}}')
-        given |= _flags_of(words)
+        return cls.of_flags(given | _flags_of(words))
+
+    @classmethod
+    def of_flags(cls, given: Mapping[str, Any]) -> Self:
+        """Take flags by name, in any spelling. Raises ``ValueError`` with one sentence."""
         found: dict[str, Any] = {}
         ignored = []
         known = _fields()
@@ -97,6 +103,16 @@ class Description:
 
     def build(self, layout: Layout) -> Holding:
         """Return what a rank holds, shapes only; Megatron's parallel state is that of its world."""
+        with _ShapesOnly():
+            return megatron.holding_of(*self.stack(layout))
+
+    def buffers(self, layout: Layout) -> list[Buffer]:
+        """Return a rank's flat buffers of optimizer state; Megatron's parallel state is that of its world."""
+        with _ShapesOnly():
+            return buffers_in(*self.stack(layout))
+
+    def stack(self, layout: Layout) -> tuple[list[Any], Any]:
+        """Return a rank's model chunks and optimizer, shapes only; Megatron's parallel state is that of its world."""
         flags = self.flags
         dtype = torch.bfloat16 if flags.get("bf16") else torch.float16 if flags.get("fp16") else torch.float32
         config = self._config(layout, dtype)
@@ -110,7 +126,7 @@ class Description:
                 chunks,
                 use_gloo_process_groups=False,
             )
-            return megatron.holding_of(chunks, optimizer)
+        return chunks, optimizer
 
     @property
     def has_experts(self) -> bool:

@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO checkpoints, stages 1 to 3, as a source.
 
-Every data parallel rank has a file with its part of flat vectors, and every tensor parallel rank one that names the
+Every data parallel rank has a file with its part of flat vectors, and every model parallel rank one that names the
 parameters in them. Stages 1 and 2 cut a vector of whole parameters (with padding behind each) into equal parts; stage
-3 cuts every parameter by itself. Files are mapped, so that only what is read is in memory.
+3 cuts every parameter by itself, also those that are not trained. Files are mapped, so that only what is read is in
+memory. Where weights lie in files of their own, those of pipeline layers and of experts, see ``deepspeed_layers``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,14 @@ import torch
 from resharding.boxes import Shape
 from resharding.checkpoint.bits import bits_of_tensor
 from resharding.checkpoint.convert import stripped_part
+from resharding.checkpoint.deepspeed_layers import (
+    expert_names,
+    expert_weights,
+    is_expert,
+    layer_weights,
+    name_tied_layers,
+    tensor_parallel_size,
+)
 from resharding.checkpoint.format import BadCheckpoint
 from resharding.checkpoint.fused import Fused
 from resharding.checkpoint.megatron_dist import fused_by_config
@@ -39,13 +50,21 @@ class _Range:
     group: int
     start: int
     shape: Shape
+    ranks: Sequence[int]
+    """data parallel ranks that have a part of it, in order"""
 
 
 class _Slice:
-    """What one tensor parallel rank has: files of its data parallel ranks, and where parameters lie in them."""
+    """What one model parallel rank has: files of its data parallel ranks, and where parameters lie in them."""
 
-    def __init__(self, model: Mapping[str, Any], files: Sequence[Mapping[str, Any]], where: str) -> None:
-        self.model = model
+    def __init__(
+        self, models: Sequence[Mapping[str, Any]], files: Sequence[Mapping[str, Any]], where: str, stage: int
+    ) -> None:
+        """``models`` are the files with weights: one for each data parallel rank in ZeRO stage 3, else one."""
+        self.model = model = models[0]
+        self.module: dict[str, torch.Tensor] = dict(model.get("module") or {})
+        """weights, by name, as far as they are known"""
+        self.pipeline_stage = stage
         optimizers = [file["optimizer_state_dict"] for file in files]
         first = optimizers[0]
         self.stage3 = "fp32_flat_groups" in first
@@ -61,15 +80,32 @@ class _Slice:
             self.flat[name] = [[state[g][name] for state in states] for g in range(count)]
         self.groups = inner[0]["param_groups"]
         self.steps = [float(next(iter(states[0].values())).get("step", math.nan))]
-        self.ranges = self._ranges(model["param_shapes"], first.get("param_alignment_paddings"))
+        counts = first.get("partition_count")
+        self.ranges = self._ranges(model["param_shapes"], first.get("param_alignment_paddings"), counts, where)
+        if self.stage3:
+            for name, shape in (model.get("frozen_param_shapes") or {}).items():
+                fragments = [each["frozen_param_fragments"][name].reshape(-1) for each in models]
+                self.module[name] = torch.cat(fragments)[: math.prod(shape)].reshape(tuple(shape))
 
-    def _ranges(self, shapes: Sequence[Mapping[str, Shape]], paddings: Any) -> dict[str, _Range]:
+    def _ranges(
+        self, shapes: Sequence[Mapping[str, Shape]], paddings: Any, counts: Any, where: str
+    ) -> dict[str, _Range]:
         found: dict[str, _Range] = {}
+        size = len(self.flat["main"][0])
         at = 0
         for group, named in enumerate(shapes):
             at = at if self.stage3 else 0
+            parts = counts[group] if isinstance(counts, list) else size
+            if size % parts:
+                raise BadCheckpoint(f"{where} has files of {size} data parallel ranks, and a group shared by {parts}")
             for number, (name, shape) in enumerate(named.items()):
-                found[name] = _Range(group=group, start=at, shape=tuple(shape))
+                # of experts, every rank of an expert parallel group has its own: peers stand next to each other
+                peers = size // parts
+                names = [name] if peers == 1 else expert_names(name, named, peers, where)
+                for peer, each in enumerate(names):
+                    found[each] = _Range(
+                        group=group, start=at, shape=tuple(shape), ranks=range(peer, size, peers)
+                    )
                 numel = math.prod(shape)
                 if self.stage3:
                     at += -(-numel // len(self.flat["main"][0]))
@@ -83,12 +119,13 @@ class _Slice:
         numel = math.prod(where.shape)
         pieces: list[torch.Tensor] = []
         if self.stage3:  # every rank has an equal part, one sub-group after the other
-            length = -(-numel // len(self.flat[kind][0]))
-            for rank in range(len(self.flat[kind][0])):
+            length = -(-numel // len(where.ranks))
+            for rank in where.ranks:
                 vectors = [group[rank] for group in self.flat[kind]]
                 pieces.extend(_stretch(vectors, where.start, where.start + length))
         else:
-            pieces.extend(_stretch(self.flat[kind][where.group], where.start, where.start + numel))
+            vectors = [self.flat[kind][where.group][rank] for rank in where.ranks]
+            pieces.extend(_stretch(vectors, where.start, where.start + numel))
         whole = torch.cat([piece.reshape(-1) for piece in pieces])
         if whole.numel() < numel:
             raise BadCheckpoint(f"{kind}/{name} has {whole.numel()} of its {numel} elements; files are missing")
@@ -133,17 +170,19 @@ class DeepSpeedSource:
         self._patterns: Patterns = read_patterns(patterns) if patterns else from_deepspeed(info)
         if vocab_size is not None:
             raise BadCheckpoint(f"--vocab-size {vocab_size}: name the tensors and their rows with --patterns instead")
-        if self._slices[0].stage3 and first.get("frozen_param_shapes"):
-            raise BadCheckpoint(f"{folder} is of ZeRO stage 3 with frozen parameters, which cannot be read yet")
+        if self._slices[0].stage3 and first.get("frozen_param_shapes") and len(self._slices) > 1:
+            raise BadCheckpoint(
+                f"{folder} is of ZeRO stage 3 with frozen parameters and tensor parallel, which cannot be read yet"
+            )
         kinds = ["weight"] if weights_only else ["weight", *self._slices[0].flat]
-        self._dtype = _weight_dtype(first)
+        self._dtype = _weight_dtype(self._slices)
         self.tensors: Sequence[Tensor] = list(self._tensors(kinds))
         self._shapes = {tensor.key: tensor.global_shape for tensor in self.tensors}
         self.nbytes = sum(math.prod(t.global_shape) * getattr(torch, t.dtype).itemsize for t in self.tensors)
         self.fused: Mapping[str, Fused] = fused_by_config(self.tensors, model)
         self.meta = meta_of(
             folder, step=step, consumed_samples=consumed_samples, client=first, source="deepspeed",
-            optimizer=self._optimizer(first),
+            optimizer=self._optimizer(),
         )  # fmt: skip
 
     def _tensors(self, kinds: Sequence[str]) -> Iterator[Tensor]:
@@ -154,13 +193,22 @@ class DeepSpeedSource:
                     continue  # the weight is the main parameter
                 dtype = self._dtype if kind == "weight" else self._slices[0].flat[kind][0][0].dtype
                 yield Tensor(f"{kind}/{name}", str(dtype).removeprefix("torch."), shape, False)
-        for name, value in (self._slices[0].model.get("module") or {}).items():
-            trained = any(name in each.ranges for each in self._slices)
-            if not trained and isinstance(value, torch.Tensor) and value.numel():  # buffers, and what is not trained
+        for name, value in self._untrained().items():
+            if isinstance(value, torch.Tensor) and value.numel():  # stage 3 leaves empty tensors where it has cut
                 yield Tensor(f"weight/{name}", str(value.dtype).removeprefix("torch."), tuple(value.shape), False)
 
+    def _untrained(self) -> dict[str, Any]:
+        """Return buffers, and parameters that are not trained, as the first rank that has one has it."""
+        found: dict[str, Any] = {}
+        for each in reversed(self._slices):
+            found.update(each.module)
+        trained = set(itertools.chain.from_iterable(each.ranges for each in self._slices))
+        return {name: value for name, value in found.items() if name not in trained}
+
     def _whole(self, name: str) -> tuple[Shape, Pattern, list[_Slice]]:
+        """Return shape, pattern and holders of a parameter; of what pipeline stages share, those of the first one."""
         held = [each for each in self._slices if name in each.ranges]
+        held = [each for each in held if each.pipeline_stage == held[0].pipeline_stage]
         pattern = self._patterns.of(name, len(held))
         try:
             return pattern.whole_shape([each.ranges[name].shape for each in held]), pattern, held
@@ -171,7 +219,7 @@ class DeepSpeedSource:
         """Yield a tensor's numbers, one tensor parallel rank's after the other. Raises ``BadCheckpoint``."""
         kind, _, name = key.partition("/")
         if all(name not in each.ranges for each in self._slices):
-            yield _part(key, (), self._slices[0].model["module"][name])
+            yield _part(key, (), self._untrained()[name])
             return
         shape, pattern, held = self._whole(name)
         if pattern.kind == "fragments" and len(held) > 1:
@@ -194,19 +242,26 @@ class DeepSpeedSource:
     def _read(self, held: _Slice, kind: str, name: str) -> torch.Tensor:
         if kind != "weight":
             return held.read(kind, name)
-        module = held.model.get("module") or {}
-        if name in module and module[name].numel() == math.prod(held.ranges[name].shape):
-            found: torch.Tensor = module[name]
-            return found
-        return held.read("main", name).to(self._dtype)  # stage 3 keeps no weights beside the main values
+        weight = held.module.get(name)
+        if weight is None or weight.numel() != math.prod(held.ranges[name].shape):
+            return held.read("main", name).to(self._dtype)  # stage 3 keeps no weights beside the main values
+        if is_expert(name) and not torch.equal(held.read("main", name).to(weight.dtype), weight):
+            raise BadCheckpoint(
+                f"{self._folder}: the main values of {name} are not what its weight was cut from; experts were "
+                "spread over ranks in another way than DeepSpeed's default, which cannot be read"
+            )
+        return weight
 
-    def _optimizer(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    def _optimizer(self) -> dict[str, Any]:
         """Return every group's settings, under numbers: they have no names, and which parameters are in each."""
         groups, settings = {}, {}
-        for number, (group, named) in enumerate(zip(self._slices[0].groups, model["param_shapes"], strict=False)):
+        for number, group in enumerate(self._slices[0].groups):
             label = f"group {number}"
             fields = {key: _plain(value) for key, value in group.items() if key != "params"}
-            settings[label] = {**fields, "parameters": list(named)}
+            named = [
+                name for each in self._slices for name, where in each.ranges.items() if where.group == number
+            ]
+            settings[label] = {**fields, "parameters": list(dict.fromkeys(named))}
             groups[label] = {key: fields[key] for key in ("lr", "weight_decay") if key in fields}
             groups[label]["step"] = self._slices[0].steps[0]
         return {"groups": groups, "settings": settings}
@@ -229,12 +284,11 @@ def _part(key: str, offset: Shape, value: torch.Tensor) -> Part:
     return Part(key=key, offset=offset or (0,) * value.ndim, data=bits_of_tensor(value))
 
 
-def _weight_dtype(model: Mapping[str, Any]) -> torch.dtype:
-    module = model.get("module") or {}
-    for name in itertools.chain.from_iterable(model["param_shapes"]):
-        if name in module and isinstance(module[name], torch.Tensor):
-            found: torch.dtype = module[name].dtype
-            return found
+def _weight_dtype(slices: Sequence[_Slice]) -> torch.dtype:
+    for each in slices:
+        for name in each.ranges:
+            if isinstance(each.module.get(name), torch.Tensor):
+                return each.module[name].dtype
     raise BadCheckpoint("the model's states do not say which type its weights have")
 
 
@@ -248,18 +302,39 @@ def _slices(folder: Path) -> list[_Slice]:
     if not files:
         raise BadCheckpoint(f"{folder} has no *_optim_states.pt of ZeRO; point at the folder of a step, or above it")
     found = []
+    by_tensor_rank: dict[int, list[_Slice]] = defaultdict(list)
     for mp, by_rank in sorted(files.items()):
         if sorted(by_rank) != list(range(len(by_rank))):
             raise BadCheckpoint(f"{folder} has files of data parallel ranks {sorted(by_rank)}; some are missing")
-        names = (f"mp_rank_{mp:02d}_model_states.pt", f"zero_pp_rank_0_mp_rank_{mp:02d}_model_states.pt")
-        about = next((folder / name for name in names if (folder / name).is_file()), None)
-        if about is None:
-            raise BadCheckpoint(f"{folder} has no {names[0]}; it is not whole")
-        model = load_torch(about, str(about), mapped=True)
+        models = _models(folder, mp, len(by_rank))
         opened = [load_torch(by_rank[rank], str(by_rank[rank]), mapped=True) for rank in sorted(by_rank)]
         count = opened[0]["optimizer_state_dict"].get("partition_count")
         count = max(count) if isinstance(count, list) else count
         if isinstance(count, int) and count != len(opened):
             raise BadCheckpoint(f"{folder} has files of {len(opened)} data parallel ranks out of {count}")
-        found.append(_Slice(model, opened, str(folder)))
+        tensor_size = tensor_parallel_size(models[0], folder)
+        found.append(_Slice(models, opened, str(folder), mp // tensor_size))
+        found[-1].module.update(expert_weights(folder, mp))
+        by_tensor_rank[mp % tensor_size].append(found[-1])
+    for rank, peers in by_tensor_rank.items():
+        weights = layer_weights(folder, rank)
+        name_tied_layers(
+            weights, {name: partial(each.read, "main", name) for each in peers for name in each.ranges}
+        )
+        for each in peers:
+            each.module.update(weights)
+    return found
+
+
+def _models(folder: Path, mp: int, num_ranks: int) -> list[Mapping[str, Any]]:
+    """Open the files with what a model parallel rank has besides its optimizer. Raises ``BadCheckpoint``."""
+    whole = folder / f"mp_rank_{mp:02d}_model_states.pt"
+    paths = [folder / f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt" for rank in range(num_ranks)]
+    found: list[Mapping[str, Any]] = []
+    for path in [whole] if whole.is_file() else paths:
+        if not path.is_file():
+            raise BadCheckpoint(f"{folder} has no {path.name if found else whole.name}; it is not whole")
+        found.append(load_torch(path, str(path), mapped=True))
+        if not found[0].get("frozen_param_shapes"):
+            break  # the others say the same
     return found

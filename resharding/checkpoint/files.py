@@ -7,6 +7,9 @@ nobody waits for anybody. Needs no torch: elements are unsigned integers of thei
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -36,6 +39,8 @@ STAGING_BYTES = 4 * 2**20
 """read at once where what is wanted lies in short runs"""
 _LONG_RUN_BYTES = 64 * 2**10
 """runs of at least this are read one by one, straight to where they belong"""
+_SHORT_ROW_BYTES = 64 * 2**10
+"""parts of rows up to this long are merged into whole ones where that can be done"""
 _HEADER_ALIGN = 8
 
 
@@ -133,9 +138,11 @@ def runs(shape: Shape, offset: Shape, size: Shape) -> tuple[int, list[int]]:
 class Files:
     """The open data files of one folder. Close it, or use it in a ``with``."""
 
-    def __init__(self, folder: Path, *, writing: bool = False) -> None:
+    def __init__(self, folder: Path, *, writing: bool = False, one_disk: bool = False) -> None:
+        """Open nothing yet. ``one_disk``: it is on the disk of one machine, all writers are there, and all say so."""
         self._folder = folder
         self._flags = os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY
+        self._merging = one_disk
         self._open: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -156,6 +163,12 @@ class Files:
         for file in self._open.values():
             os.fsync(file)
 
+    def begin_sync(self) -> None:
+        """Have the system begin to write out what was written here, and wait for nothing; a hint."""
+        if _sync_file_range is not None:
+            for file in self._open.values():
+                _sync_file_range(file, 0, 0, _SYNC_FILE_RANGE_WRITE)  # what goes wrong, fsync will say
+
     def create(self, name: str, header: bytes, nbytes: int) -> None:
         """Write a file's header and reserve its space; whoever writes into it need not wait for this.
 
@@ -173,12 +186,56 @@ class Files:
 
     def write(self, entry: Entry, offset: Shape, data: Bits) -> None:
         """Put ``data``, C-contiguous, where the box at ``offset`` of the tensor belongs. Raises ``OSError``."""
+        if not data.size:
+            return
         width = data.itemsize
         length, starts = runs(entry.shape, offset, data.shape)
-        flat = data.reshape(-1).data.cast("B") if data.size else memoryview(b"")
+        # all who write parts of a row have to decide alike, so it is the tensor's row that counts, not the run
+        short = bool(data.ndim) and length < entry.shape[-1] <= _SHORT_ROW_BYTES // width
+        if short and self._merging and self._has_locks(entry.file):
+            self._merge(entry, offset[-1], data.reshape(len(starts), length), starts)
+            return
+        flat = data.reshape(-1).data.cast("B")
         file, step = self._file(entry.file), length * width
         for number, start in enumerate(starts):
             _write_at(file, flat[number * step : (number + 1) * step], entry.begin + start * width)
+
+    def _has_locks(self, name: str) -> bool:
+        """Tell whether the file system has locks; if it has none, it has none for the others either."""
+        try:
+            fcntl.lockf(self._file(name), fcntl.LOCK_EX, 1)
+            fcntl.lockf(self._file(name), fcntl.LOCK_UN, 1)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self._merging = False
+        return self._merging
+
+    def _merge(self, entry: Entry, column: int, lines: Bits, starts: Sequence[int]) -> None:
+        """Put parts of rows into whole rows, under a lock on their bytes: one write for many short runs.
+
+        Rows that lie behind each other are read, filled in and written back in blocks. A call to the system for every
+        run would take three times as long. Others who write into these rows do the same.
+        """
+        file, width, row = self._file(entry.file), lines.itemsize, entry.shape[-1]
+        ends = [*(np.flatnonzero(np.diff(starts) != row) + 1).tolist(), len(starts)]
+        height = min(len(starts), max(1, STAGING_BYTES // (row * width)))
+        staged = np.empty((height, row), dtype=lines.dtype)
+        first = 0
+        for end in ends:
+            while first < end:
+                last = min(first + height, end)
+                block = staged[: last - first]
+                view, at = block.reshape(-1).data.cast("B"), entry.begin + (starts[first] - column) * width
+                fcntl.lockf(file, fcntl.LOCK_EX, view.nbytes, at)
+                try:
+                    known = _read_known(file, view, at)
+                    view[known:] = bytes(view.nbytes - known)  # beyond the end of the file, as yet
+                    block[:, column : column + lines.shape[1]] = lines[first:last]
+                    _write_at(file, view, at)
+                finally:
+                    fcntl.lockf(file, fcntl.LOCK_UN, view.nbytes, at)
+                first = last
 
     def read(self, entry: Entry, offset: Shape, out: Bits) -> None:
         """Fill ``out``, C-contiguous, with the box at ``offset``. Raises ``BadCheckpoint`` for a file cut short."""
@@ -230,8 +287,22 @@ class Files:
             into, at = into[count:], at + count
 
 
-_NOT_THERE = {95, 22, 38}
-"""errno of EOPNOTSUPP, EINVAL and ENOSYS: a file system that cannot reserve space"""
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_NOT_THERE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+"""a file system that cannot reserve space"""
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+"""a file system without locks"""
+
+
+def _read_known(file: int, into: memoryview, at: int) -> int:
+    """Read as far as a file goes; returns the bytes that there were."""
+    done = 0
+    while done < into.nbytes and (count := os.preadv(file, [into[done:]], at + done)):
+        done += count
+    return done
 
 
 def _write_at(file: int, data: memoryview, at: int) -> None:

@@ -111,14 +111,23 @@ _DESCRIBED = {
 
 
 def publish(root: Path, temporary: Path, step: int) -> Path:
-    """Give a folder that is whole and on disk its name, then point ``latest`` at it. Raises ``OSError``."""
-    sync_folder(temporary)
+    """Give a folder that is whole and on disk its name, then point ``latest`` at it. Raises ``OSError``.
+
+    Both names go to disk together. Where a crash of the machine leaves only the second one, ``latest`` names what is
+    not there, and the newest that is there is taken.
+    """
     path = root / folder_name(step)
-    if path.exists():
-        _discard(path)
-    temporary.rename(path)
+    pointer = _write_beside(root / LATEST, f"{path.name}\n".encode())
+    try:
+        sync_folder(temporary)
+        if path.exists():
+            _discard(path)
+        temporary.rename(path)
+        pointer.replace(root / LATEST)
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
     sync_folder(root)
-    write_synced(root / LATEST, f"{path.name}\n".encode())
     return path
 
 
@@ -151,18 +160,28 @@ def write_synced(path: Path, data: bytes, *, with_name: bool = True) -> None:
 
     Without ``with_name`` its name is on disk only once the folder is synced.
     """
-    temporary = path.with_name(f".{path.name}.{fresh_nonce()}.new")
+    temporary = _write_beside(path, data)
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     if with_name:
         sync_folder(path.parent)
+
+
+def _write_beside(path: Path, data: bytes) -> Path:
+    """Write and sync a file under another name in the same folder, and return that. Raises ``OSError``."""
+    temporary = path.with_name(f".{path.name}.{fresh_nonce()}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
 
 
 def sync_folder(path: Path) -> None:
@@ -172,6 +191,27 @@ def sync_folder(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def own_disk(path: Path) -> str | None:
+    """Return what names the file system of ``path``, which need not exist, if it is of this machine alone.
+
+    ``None`` for one over a network, and for one that is not known. Containers of one machine get the same name.
+    """
+    there = next(each for each in (path, *path.parents) if each.exists())
+    device = there.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    kinds = {line.partition(" - ")[2].split(" ")[0] for line in mounts if line.split(" ")[2] == number}
+    return f"{boot}/{number}" if kinds and kinds <= _OWN_KINDS else None
+
+
+_OWN_KINDS = {"ext2", "ext3", "ext4", "xfs", "f2fs", "btrfs", "tmpfs", "overlay"}
+"""of file systems that one machine has to itself"""
 
 
 def _discard(path: Path) -> None:

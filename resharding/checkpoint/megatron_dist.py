@@ -1,4 +1,4 @@
-"""Megatron's ``torch_dist`` checkpoints (``fully_reshardable``) as a source, and written for Megatron to load.
+"""Megatron's ``torch_dist`` checkpoints as a source, ``fully_reshardable`` or ``dp_reshardable``.
 
 In such a folder ``.metadata`` says which chunk of which tensor lies where in the ``.distcp`` files, and ``common.pt``
 has what is no tensor. Layers are a first axis there, and a tensor each here.
@@ -7,9 +7,10 @@ has what is no tensor. Layers are a first axis there, and a tensor each here.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from resharding.boxes import DTYPE_SIZES_BYTES, Shape, overlap
 from resharding.checkpoint.bits import bits_of_tensor
+from resharding.checkpoint.buckets import Buffer, Found, Misfit, buckets_in, locate
 from resharding.checkpoint.convert import stripped_part
 from resharding.checkpoint.format import BadCheckpoint, Meta
 from resharding.checkpoint.fused import Fused, experts, gate_up, query_key_value
@@ -29,8 +31,15 @@ _OPTIMIZER = re.compile(r"(?:optimizer\.)?(?:chained_\d+\.)?optimizer\.state\.([
 _KINDS = {"param": "main", "fp32_param": "main"}
 _LAYERS = re.compile(r"(.*\.layers)\.(?!\d)(.*)")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-_BUCKETS = re.compile(r".*optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_")
+_BUCKET = re.compile(r"(?:.*\.)?optimizer\.distributed\.dp_group_idx_\d+\..*")
 """keys of ``dp_reshardable``, which names no parameter"""
+_GROUPS = re.compile(r"(?:.*\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")
+"""objects with parameter groups, for each model parallel rank"""
+BuffersOf = Callable[[Mapping[str, Any]], Sequence[Buffer]]
+"""Returns where a model has its parameters in flat buffers, given Megatron's arguments by name.
+
+Raises ``ValueError`` with a sentence.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,19 +65,24 @@ class MegatronSource:
         consumed_samples: int | None = None,
         vocab_size: int | None = None,
         weights_only: bool = False,
+        buffers_of: BuffersOf | None = None,
     ) -> None:
         """Open it. ``model`` has fields of the model's configuration, for the names of fused parts.
 
+        With ``buffers_of`` it may be ``dp_reshardable``: that is asked which parameters there are, in which order.
         Raises ``BadCheckpoint``, also for what has to be told and is not.
         """
         self._folder = folder
-        self._theirs = _chunks_of(folder)
+        self._theirs, objects = _chunks_of(folder)
         common = load_torch(folder / "common.pt", str(folder / "common.pt"))
-        if any(_BUCKETS.match(key) for key in self._theirs):
-            raise BadCheckpoint(
-                f"{folder} is dp_reshardable, a kind that does not name the parameters of its optimizer; load it "
-                "in the script it came from, run by liverun, and take a checkpoint there"
-            )
+        arguments = {**_arguments(common), **(model or {})}
+        self._founds: dict[str, list[Found]] = {}
+        """of parameters whose optimizer state lies in buckets: where"""
+        self._kinds: list[str] = []
+        """of the tensors of a bucket"""
+        self._in_buckets = any(_BUCKET.fullmatch(key) for key in self._theirs)
+        if self._in_buckets and not weights_only:
+            self._locate(arguments, buffers_of)
         self._places: dict[str, tuple[str, int | None]] = {}
         """of our keys: their key, and the layer in it"""
         self.tensors: Sequence[Tensor] = self._tensors(vocab_size)
@@ -77,14 +91,70 @@ class MegatronSource:
         self._by_key = {tensor.key: tensor for tensor in self.tensors}
         self._weights_only = weights_only
         self.nbytes = sum(math.prod(t.global_shape) * DTYPE_SIZES_BYTES[t.dtype] for t in self.tensors)
-        self.meta = _meta(common, folder, step, consumed_samples)
-        self.fused = fused_by_config(self.tensors, {**_arguments(common), **(model or {})})
+        groups = [
+            load_torch(io.BytesIO(_bytes(place)), key) for key, place in objects.items() if _GROUPS.fullmatch(key)
+        ]
+        self.meta = _meta(common, groups or common.get("optimizer", {}), folder, step, consumed_samples)
+        self.fused = fused_by_config(self.tensors, arguments)
         self.suspects: list[str] = []
         """parameters whose main values are not what the weights were cut from; found while converting"""
+
+    def _locate(self, arguments: Mapping[str, Any], buffers_of: BuffersOf | None) -> None:
+        """Find every parameter's optimizer state in the buckets. Raises ``BadCheckpoint``."""
+        about = f"{self._folder} is dp_reshardable, which does not name the parameters of its optimizer"
+        if buffers_of is None:
+            raise BadCheckpoint(f"{about}; convert it with the command, or with --weights-only")
+        plain = (bool, int, float, str, list)
+        said = {name: value for name, value in arguments.items() if isinstance(value, plain)}
+        try:
+            buffers = buffers_of(said | self._seen())
+        except ValueError as error:
+            raise BadCheckpoint(
+                f"{about}, and {error}; write it into the JSON of --model-config under Megatron's name for the "
+                "argument, or pass --weights-only"
+            ) from None
+        try:
+            self._compare_shapes(buffers)
+            buckets, self._kinds = buckets_in({key: math.prod(row[1]) for key, row in self._theirs.items()})
+            self._founds = locate(buffers, buckets)
+        except Misfit as error:
+            raise BadCheckpoint(
+                f"{about}, and it was not written with this model configuration and layout: {error}; correct "
+                "--model-config"
+            ) from None
+
+    def _seen(self) -> dict[str, Any]:
+        """Return arguments of the model that the tensors tell."""
+        positions = self._theirs.get("embedding.position_embeddings.weight")
+        found: dict[str, Any] = {
+            "untie_embeddings_and_output_weights": "output_layer.weight" in self._theirs,
+            "position_embedding_type": "rope" if positions is None else "learned_absolute",
+        }
+        if positions is not None:
+            found["max_position_embeddings"] = positions[1][0]
+        if (vocabulary := self._theirs.get("embedding.word_embeddings.weight")) is not None:
+            found["padded_vocab_size"] = vocabulary[1][0]
+            found |= {"bf16": vocabulary[0] == "bfloat16", "fp16": vocabulary[0] == "float16"}
+        return found
+
+    def _compare_shapes(self, buffers: Sequence[Buffer]) -> None:
+        """Raise ``Misfit`` unless every parameter of the model is a weight here, of the same shape."""
+        shapes: dict[str, Shape] = {}
+        for theirs, (_, shape, _) in self._theirs.items():
+            if not _BUCKET.fullmatch(theirs):
+                shapes.update(_by_layer(theirs, shape))
+        for parameter in itertools.chain.from_iterable(buffer.parameters for buffer in buffers):
+            for stretch in parameter.stretches:
+                if stretch.name not in shapes:
+                    raise Misfit(f"it has no {stretch.name}, and the model has")
+                if (shape := shapes[stretch.name]) != stretch.global_shape:
+                    raise Misfit(f"{stretch.name} is of shape {shape}, and the model's of {stretch.global_shape}")
 
     def _tensors(self, vocab_size: int | None) -> list[Tensor]:
         found: dict[str, Tensor] = {}
         for theirs, (dtype, shape, _) in self._theirs.items():
+            if _BUCKET.fullmatch(theirs):
+                continue
             match = _OPTIMIZER.fullmatch(theirs)
             kind, name = (_KINDS.get(match[1], match[1]), match[2]) if match else ("weight", theirs)
             if kind == "main" and self._theirs.get(name, ("",))[0] == "float32":
@@ -100,23 +170,42 @@ class MegatronSource:
                 key = f"{kind}/{ours}"
                 found[key] = Tensor(key, dtype, size, padded)
                 self._places[key] = (theirs, row)
+        for name, founds in self._founds.items():
+            weight = found[f"weight/{name}"]
+            for kind in self._kinds:
+                key = f"{_KINDS.get(kind, kind)}/{name}"
+                if key.startswith("main/") and weight.dtype == "float32":
+                    continue
+                dtype = self._theirs[founds[0].bucket.key + kind][0]
+                found[key] = Tensor(key, dtype, weight.global_shape, weight.padded)
+                self._places[key] = (kind, None)
         return list(found.values())
 
     def parts(self, key: str) -> Iterator[Part]:
         """Yield a tensor's numbers, chunk by chunk. Raises ``BadCheckpoint``."""
         theirs, row = self._places[key]
         shape = self._by_key[key].global_shape
-        for offset, data in self._read(theirs, row):
+        kind, _, name = key.partition("/")
+        pieces = self._read(theirs, row)
+        if kind != "weight" and name in self._founds:
+            pieces = self._from_buckets(name, theirs)
+        for offset, data in pieces:
             part = stripped_part(Part(key=key, offset=offset, data=bits_of_tensor(data)), shape)
             if part.data.size:
                 yield part
-        if key.startswith("weight/") and not self._weights_only:
-            self._suspect(key.partition("/")[2], theirs, row)
+        if kind == "weight" and not self._weights_only:
+            self._suspect(name, theirs, row)
 
     def complaint(self) -> str | None:
         """Say in one sentence what is wrong with what was converted, or ``None``."""
         if not self.suspects:
             return None
+        if self._in_buckets:
+            return (
+                f"{self._folder}: what the model configuration takes for the main values of {self.suspects[0]} is "
+                "not what its weight was cut from; correct --model-config (transformer_impl, how layers go over "
+                "stages), or pass --weights-only"
+            )
         return (
             f"{self._folder}: the main values of {self.suspects[0]} are not what its weight was cut from; "
             "megatron-core 0.16 writes optimizer state to wrong places where a buffer has several buckets; pass "
@@ -127,23 +216,45 @@ class MegatronSource:
         for chunk in self._theirs[theirs][2]:
             if row is not None and not chunk.offset[0] <= row < chunk.offset[0] + chunk.shape[0]:
                 continue
-            with chunk.file.open("rb") as file:
-                file.seek(chunk.at)
-                data = load_torch(io.BytesIO(file.read(chunk.nbytes)), str(chunk.file))
-            if not isinstance(data, torch.Tensor) or tuple(data.shape) != chunk.shape:
-                raise BadCheckpoint(f"{theirs} in {chunk.file} is no chunk of shape {chunk.shape}, as it should be")
-            data = data.detach().contiguous()
+            data = _data(chunk, theirs)
             if row is None:
                 yield chunk.offset, data
             else:
                 yield chunk.offset[1:], data[row - chunk.offset[0]].contiguous()
 
-    def _suspect(self, name: str, theirs: str, row: int | None) -> None:
-        """Compare main values with the weight they were cut from: megatron-core 0.16 may have misplaced them."""
+    def _from_buckets(self, name: str, kind: str) -> Iterator[tuple[Shape, torch.Tensor]]:
+        """Yield a parameter's numbers of a kind, box by box of the ranks that had it."""
+        for found in self._founds[name]:
+            theirs = found.bucket.key + kind
+            flat = self._range(theirs, found.start, found.start + found.numel)
+            stretch = found.stretch
+            yield stretch.offset, flat.as_strided(stretch.shape, stretch.strides, stretch.base).contiguous()
+
+    def _range(self, theirs: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``[start, stop)`` of a flat tensor. Raises ``BadCheckpoint`` where some are missing."""
+        pieces, at = [], start
+        for chunk in sorted(self._theirs[theirs][2], key=lambda chunk: chunk.offset):
+            (first,), (size,) = chunk.offset, chunk.shape
+            if first <= at < min(first + size, stop):
+                piece = _data(chunk, theirs)[at - first : stop - first]
+                pieces.append(piece)
+                at += piece.numel()
+        if at != stop:
+            raise BadCheckpoint(f"{self._folder}: elements {at} to {stop} of {theirs} are in no file")
+        return torch.cat(pieces)
+
+    def _mains(self, name: str, theirs: str, row: int | None) -> list[tuple[Shape, torch.Tensor]]:
+        if name in self._founds:
+            return list(self._from_buckets(name, "param")) if "param" in self._kinds else []
         main = next((key for key in self._theirs if _is_main(key, theirs)), None)
-        if main is None:
-            return
-        mains = list(self._read(main, row))
+        return list(self._read(main, row)) if main is not None else []
+
+    def _suspect(self, name: str, theirs: str, row: int | None) -> None:
+        """Compare main values with the weight they were cut from.
+
+        megatron-core 0.16 may have misplaced them, and a model configuration may not be the right one.
+        """
+        mains = self._mains(name, theirs, row)
         for offset, weight in self._read(theirs, row):
             for other, values in mains:
                 shared = overlap(offset, tuple(weight.shape), other, tuple(values.shape))
@@ -166,8 +277,30 @@ def _is_main(key: str, theirs: str) -> bool:
     return match is not None and match[1] in _KINDS and match[2] == theirs
 
 
-def _chunks_of(folder: Path) -> dict[str, tuple[str, Shape, list[_Chunk]]]:
-    """Return dtype, shape and chunks of every tensor in the folder."""
+def _bytes(chunk: _Chunk) -> bytes:
+    with chunk.file.open("rb") as file:
+        file.seek(chunk.at)
+        return file.read(chunk.nbytes)
+
+
+def _data(chunk: _Chunk, key: str) -> torch.Tensor:
+    """Read a chunk of the tensor ``key``. Raises ``BadCheckpoint``."""
+    data = load_torch(io.BytesIO(_bytes(chunk)), str(chunk.file))
+    if not isinstance(data, torch.Tensor) or tuple(data.shape) != chunk.shape:
+        raise BadCheckpoint(f"{key} in {chunk.file} is no chunk of shape {chunk.shape}, as it should be")
+    return data.detach().contiguous()
+
+
+def _by_layer(theirs: str, shape: Shape) -> dict[str, Shape]:
+    """Return name and shape of a tensor of theirs as we have it: one for each layer."""
+    layered = _LAYERS.fullmatch(theirs)
+    if layered is None:
+        return {theirs: shape}
+    return {f"{layered[1]}.{row}.{layered[2]}": shape[1:] for row in range(shape[0])}
+
+
+def _chunks_of(folder: Path) -> tuple[dict[str, tuple[str, Shape, list[_Chunk]]], dict[str, _Chunk]]:
+    """Return dtype, shape and chunks of every tensor in the folder, and where its objects lie."""
     for name in (".metadata", "common.pt"):
         if not (folder / name).is_file():
             raise BadCheckpoint(f"{folder} is no torch_dist checkpoint, it has no {name}; point at an iter_ folder")
@@ -182,13 +315,16 @@ def _chunks_of(folder: Path) -> dict[str, tuple[str, Shape, list[_Chunk]]]:
         for key, about in metadata.state_dict_metadata.items()
         for chunk in getattr(about, "chunks", ())
     }
+    objects: dict[str, _Chunk] = {}
     for index, place in metadata.storage_data.items():
-        if index.fqn in found:
+        file = folder / Path(place.relative_path).name
+        if index.fqn not in found:
+            objects[index.fqn] = _Chunk((), (), file, place.offset, place.length)
+        else:
             offset = tuple(index.offset) if index.offset is not None else (0,) * len(found[index.fqn][1])
-            file = folder / Path(place.relative_path).name
             chunk = _Chunk(offset, sizes[index.fqn, offset], file, place.offset, place.length)
             found[index.fqn][2].append(chunk)
-    return found
+    return found, objects
 
 
 def _arguments(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +337,9 @@ def _arguments(common: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _meta(common: Mapping[str, Any], folder: Path, step: int | None, consumed_samples: int | None) -> Meta:
+def _meta(
+    common: Mapping[str, Any], optimizer: Any, folder: Path, step: int | None, consumed_samples: int | None
+) -> Meta:
     from resharding import megatron
 
     named = re.fullmatch(r"iter_(\d+)", folder.name)
@@ -214,7 +352,7 @@ def _meta(common: Mapping[str, Any], folder: Path, step: int | None, consumed_sa
             raise BadCheckpoint(f"{folder} does not say what {option} is; pass it")
     groups: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    for group in _groups(common.get("optimizer", {})):
+    for group in _groups(optimizer):
         if "wd_mult" in group:
             name = megatron._group_name(group)
             fields = {field: group[field] for field in megatron.SCHEDULED_FIELDS if field in group}
@@ -237,6 +375,9 @@ def _groups(tree: Any) -> Iterator[Mapping[str, Any]]:
                 yield from (group for group in value if isinstance(group, Mapping))
             else:
                 yield from _groups(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _groups(value)
 
 
 def _plain(value: Any) -> Any:

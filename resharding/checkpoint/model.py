@@ -1,14 +1,19 @@
-"""Which tensors of a Megatron model are fused, and of what; read from its modules, not from their names."""
+"""What there is to know of a Megatron model beyond its boxes: how tensors are fused, and its flat buffers.
+
+Read from its modules, not from their names.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from resharding import megatron
+from resharding.checkpoint.buckets import Buffer, Parameter, Stretch
 from resharding.checkpoint.fused import Fused, experts, gate_up, query_key_value
 
 
@@ -61,6 +66,42 @@ def described(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
                 if isinstance(value, bool | int | float | str):
                     found[name] = value
     return found
+
+
+def buffers_in(model_chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[Buffer]:
+    """Return the flat buffers of this rank's distributed optimizer; reads no element, takes tensors on meta.
+
+    Raises ``megatron.Unsupported`` for an optimizer that is not Megatron's distributed one.
+    """
+    parts: dict[int, list[Any]] = defaultdict(list)
+    for part in megatron._placed(model_chunks):
+        parts[id(part.owner)].append(part)
+    leaves = [leaf for leaf in getattr(optimizer, "chained_optimizers", [optimizer]) if leaf is not None]
+    found = []
+    for number, leaf in enumerate(leaves):
+        if not hasattr(leaf, "data_parallel_group_idx"):
+            raise megatron.Unsupported(f"optimizer {type(leaf).__name__} keeps no flat buffers")
+        chained = f"chained_{number}." if len(leaves) > 1 else ""
+        for index, buffer in enumerate(leaf.buffers):
+            ends = buffer.param_index_map
+            found.append(
+                Buffer(
+                    place=f"{chained}optimizer.distributed.dp_group_idx_{leaf.data_parallel_group_idx}.gbuf_idx_{index}",
+                    dtype=str(buffer.param_dtype).removeprefix("torch."),
+                    parameters=tuple(
+                        Parameter(numel=param.numel(), stretches=tuple(_stretch(part) for part in parts[id(param)]))
+                        for param in sorted(ends, key=lambda param: ends[param][0], reverse=True)
+                    ),
+                )
+            )
+    return found
+
+
+def _stretch(part: Any) -> Stretch:
+    return Stretch(
+        name=part.key, global_shape=part.global_shape, offset=part.offset,
+        shape=(1,) * part.prepended + part.shape, base=part.base, strides=(1,) * part.prepended + part.strides,
+    )  # fmt: skip
 
 
 def _matrix(linear: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

@@ -8,16 +8,22 @@ from typing import Any
 
 from resharding.checkpoint.deepspeed import DeepSpeedSource
 from resharding.checkpoint.format import BadCheckpoint
-from resharding.checkpoint.megatron_dist import MegatronSource
+from resharding.checkpoint.megatron_dist import BuffersOf, MegatronSource
 from resharding.checkpoint.universal import UniversalSource
 
 
 def open_source(
-    kind: str, path: Path, *, patterns: Mapping[str, Any], model: Mapping[str, Any], **options: Any
+    kind: str,
+    path: Path,
+    *,
+    patterns: Mapping[str, Any],
+    model: Mapping[str, Any],
+    buffers_of: BuffersOf | None = None,
+    **options: Any,
 ) -> MegatronSource | DeepSpeedSource | UniversalSource:
     """Open the checkpoint of a ``kind`` that ``folder.kind_of`` found. Raises ``BadCheckpoint``."""
     if kind == "megatron":
-        return MegatronSource(path, model=model, **options)
+        return MegatronSource(path, model=model, buffers_of=buffers_of, **options)
     if kind == "universal":
         return UniversalSource(path, model=model, **options)
     if kind == "deepspeed":

@@ -86,11 +86,14 @@ def _along_last(rows: Bits, weight: Words) -> Words:
     sums = np.zeros(num_rows, dtype=np.uint64)
     wide = rows.itemsize == 8
     width = min(size, _CHUNK)
-    height = max(1, _CHUNK // width)
+    height = min(num_rows, max(1, _CHUNK // width))
+    staged = np.empty((height, width), dtype=np.uint64)  # one for all: fresh pages cost more than the sums
     for row in range(0, num_rows, height):
         for at in range(0, size, width):
-            words = rows[row : row + height, at : at + width].astype(np.uint64)
+            box = rows[row : row + height, at : at + width]
+            words = staged[: box.shape[0], : box.shape[1]]
+            np.copyto(words, box)
             if wide:
-                words = _folded(words)
+                words ^= words >> np.uint64(32)
             sums[row : row + height] += np.einsum("ij,j->i", words, weight[at : at + width])
     return sums

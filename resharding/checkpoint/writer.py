@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from resharding.listing import Listing, Tensor
 from resharding.plan import Cut, plan_for
 
 POLL_S = 0.005
+_LINE_BYTES = 64
+"""copies begin at multiples of this"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +111,38 @@ def share_of(rank: int, listings: Sequence[Listing], hosts: Sequence[str], whole
 
 
 def snapshot(share: Share, holding: Holding) -> list[Part]:
-    """Copy a rank's share to memory of its own. Training may go on afterwards."""
+    """Copy a rank's share to memory of its own, which goes with the parts. Training may go on afterwards."""
     parts = []
     with torch.no_grad():
-        for cut in share.cuts:
-            piece = holding.pieces[cut.piece]
-            live = cut_of(piece.view(), cut)
-            copy = torch.empty(cut.shape, dtype=live.dtype, device="cpu")
-            copy.copy_(live)
-            parts.append(Part(key=piece.box.key, offset=_global(piece.box, cut), data=bits_of_tensor(copy)))
+        live = [cut_of(holding.pieces[cut.piece].view(), cut) for cut in share.cuts]
+        room = _Room(sum(_rounded(view.nbytes) for view in live))
+        for cut, view in zip(share.cuts, live, strict=True):
+            box = holding.pieces[cut.piece].box
+            copy = room.empty(view)
+            copy.copy_(view)
+            parts.append(Part(key=box.key, offset=_global(box, cut), data=bits_of_tensor(copy)))
     return parts
+
+
+class _Room:
+    """Memory for copies in one piece, of huge pages where there are: finding small ones takes longer than copying."""
+
+    def __init__(self, nbytes: int) -> None:
+        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        """Return room for a tensor's elements, in C order."""
+        found = self._bytes[self._used : self._used + like.nbytes].view(like.dtype).view(like.shape)
+        self._used += _rounded(like.nbytes)
+        return found
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def live_parts(share: Share, holding: Holding) -> list[Part]:
@@ -135,21 +160,34 @@ def _global(box: Box, cut: Cut) -> Shape:
 
 
 def write_share(
-    temporary: Path, plan: Design, rank: int, parts: Sequence[Part], small: Mapping[str, Any]
+    temporary: Path,
+    plan: Design,
+    rank: int,
+    parts: Sequence[Part],
+    small: Mapping[str, Any],
+    *,
+    one_disk: bool = False,
 ) -> Sums:
     """Write one rank's share into the temporary folder, and say so there; ``small`` is JSON for ``commit``.
+
+    ``one_disk``: all ranks write to a disk of their one machine, and all say so: short runs are cheaper then.
 
     Raises ``OSError``; the folder is then of no use.
     """
     temporary.mkdir(parents=True, exist_ok=True)
-    with Files(temporary, writing=True) as files:
+    with Files(temporary, writing=True, one_disk=one_disk) as files:
         if rank == 0:
             sizes = {file.name: file.nbytes for file in plan.index.files}
             for name, header in plan.headers.items():
                 files.create(name, header, sizes[name])
-        for part in _turned(plan.index, rank, parts):
-            for entry, offset, data in slices_of(plan.index, part):
-                files.write(entry, offset, data)
+        turned = list(_turned(plan.index, rank, parts))
+        rows = {tensor.key: tensor.global_shape[-1:] for tensor in plan.index.whole}
+        for narrow in (False, True):  # parts of rows take long to place; the disk works on all else meanwhile
+            for part in turned:
+                if (part.data.shape[-1:] < rows[part.key]) is narrow:
+                    for entry, offset, data in slices_of(plan.index, part):
+                        files.write(entry, offset, data)
+            files.begin_sync()
         sync = _Beside(files.sync)  # the disk works while digests are computed
         found = sums_of(plan.index, parts)
         sync.result()

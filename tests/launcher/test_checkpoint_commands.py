@@ -15,6 +15,7 @@ import test_checkpoint_damage as files
 import torch
 from launcher_bed import Bed
 
+from launcher.planning import buffers_of
 from resharding.checkpoint.opened import Checkpoint
 
 QUERIES = "layers.0.linear_qkv.q.weight"
@@ -131,3 +132,17 @@ def test_convert_and_export_go_by_what_a_folder_is(bed: Bed, tmp_path: Path) -> 
     shown = json.loads(run(bed, "inspect", str(tmp_path / "new"), "--json").stdout)
     assert (shown["step"], [row["key"] for row in shown["tensors"]]) == (7, ["weight/layer.weight"])
     assert run(bed, "verify", str(tmp_path / "new")).returncode == 0
+
+
+def test_megatron_is_asked_where_a_model_has_its_parameters() -> None:
+    said = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "padded_vocab_size": 128, "bf16": True,
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "transformer_impl": "local",
+    }  # fmt: skip
+    found = buffers_of(said)
+    places = [f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0" for rank in range(2)]
+    assert [(buffer.place, buffer.dtype) for buffer in found] == [(place, "bfloat16") for place in places]
+    (embedding,) = found[1].parameters[0].stretches
+    assert (embedding.name, embedding.offset, embedding.shape) == ("embedding.word_embeddings.weight", (64, 0), (64, 64))
+    with pytest.raises(ValueError, match=r"^layout tp=0 is not a whole number of at least 1$"):
+        buffers_of(said | {"tensor_model_parallel_size": 0})

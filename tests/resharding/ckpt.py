@@ -40,7 +40,7 @@ def save(root: Path, ranks: Sequence[Rank], step: int = 1, *, vocab_size: int | 
     for number in reversed(range(len(ranks))):
         share = writer.share_of(number, listings, hosts, whole)
         parts = writer.snapshot(share, ranks[number].holding)
-        writer.write_share(temporary, plan, number, parts, {"rank": number})
+        writer.write_share(temporary, plan, number, parts, {"rank": number}, one_disk=len(ranks) > 2)
 
     def meta_of(said):
         assert said == [{"rank": number} for number in range(len(ranks))]

@@ -175,6 +175,8 @@ def test_the_newest_is_kept_and_the_oldest_goes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000015", "step-00000020"]
     save(tmp_path, 20, keep_last=2)  # a job that came back to the step before saves it once more
     assert holds(tmp_path, 20)
+    (tmp_path / "latest").write_text("step-00000099\n")  # the machine died, and only this name was on disk
+    assert holds(tmp_path, 20)
 
 
 def test_a_full_disk_fails_the_save_and_the_one_before_loads(tmp_path: Path) -> None:

@@ -31,20 +31,20 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         return {tensor.key: read_tensor(checkpoint, tensor) for tensor in checkpoint.index.whole}
 
 
-def trained(folder: Path, stage: int) -> Path:
-    """Train with two real ranks of DeepSpeed, and save."""
+def trained(folder: Path, stage: int, kind: str = "plain", size: int = 2) -> Path:
+    """Train with real ranks of DeepSpeed, and save."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    path = folder / f"zero{stage}"
+    path = folder / f"{kind}{stage}"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    words = [str(stage), str(port), str(path)]
+    words = [str(stage), str(port), str(path), kind]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "deepspeed_rank.py"), str(rank), "2", *words], env=environ,
+            [sys.executable, str(HERE / "deepspeed_rank.py"), str(rank), str(size), *words], env=environ,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]  # fmt: skip
     for rank in ranks:
         said, _ = rank.communicate(timeout=240)
@@ -91,7 +91,7 @@ def test_every_stage_gives_the_same_state_and_that_of_deepspeeds_own_converter(t
         assert torch.equal(value, states[2][key]), key
         assert torch.allclose(value, states[3][key], atol=1e-3), key  # it sums up in another order
     for stage in (1, 3):
-        folder = universal(tmp_path / f"zero{stage}", tmp_path / f"universal{stage}")
+        folder = universal(tmp_path / f"plain{stage}", tmp_path / f"universal{stage}")
         source = UniversalSource(folder, model={})
         assert (source.meta.step, source.meta.consumed_samples) == (3, 24)
         theirs = read(convert(source, tmp_path / f"u{stage}").path)
@@ -99,9 +99,36 @@ def test_every_stage_gives_the_same_state_and_that_of_deepspeeds_own_converter(t
             assert torch.equal(theirs[f"weight/{name}"], states[stage][f"main/{name}"]), (stage, name)
             for kind in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(theirs[f"{kind}/{name}"], states[stage][f"{kind}/{name}"]), (stage, kind, name)
-    (tmp_path / "zero1" / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    (tmp_path / "plain1" / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(BadCheckpoint, match="has files of 1 data parallel ranks out of 2"):
-        DeepSpeedSource(tmp_path / "zero1", model={}, patterns={})
+        DeepSpeedSource(tmp_path / "plain1", model={}, patterns={})
+
+
+CASES = {
+    "experts": (2, 4, "second.deepspeed_moe.experts.deepspeed_experts.3.down.bias"),
+    "pipeline": (1, 4, "tied_modules.embed.weight"),
+    "frozen": (3, 2, "layers.2.weight"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", CASES)
+def test_stages_experts_and_what_is_not_trained_give_the_state_that_deepspeed_has(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    stage, size, one = CASES[kind]
+    path = trained(tmp_path, stage, kind, size)
+    truth: dict[str, torch.Tensor] = {}
+    for rank in range(size):
+        truth.update(torch.load(path / f"truth-{rank}"))
+    source = DeepSpeedSource(path, model={}, patterns={})
+    state = read(convert(source, tmp_path / "ours").path)
+    assert state.keys() == truth.keys()
+    assert f"exp_avg_sq/{one}" in state
+    for key, value in state.items():
+        assert torch.equal(value, truth[key]), key
+    named = [name for group in source.meta.optimizer["settings"].values() for name in group["parameters"]]
+    assert sorted(named) == sorted(key.partition("/")[2] for key in truth if key.startswith("main/"))
 
 
 def _slices(whole: torch.Tensor, axis: int, parts: list[int], widths: list[int]) -> list[torch.Tensor]:

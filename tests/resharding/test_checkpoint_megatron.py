@@ -49,9 +49,9 @@ def one_real_rank(folder: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def stack(model: Model):
+def stack(model: Model, split: Split = Split()):  # noqa: B008
     """Build it with every number in its place; weights are what main values are cut to."""
-    chunks, optimizer = bed.build(model, Split())
+    chunks, optimizer = bed.build(model, split)
     megatron.materialize_optimizer_state(optimizer)
     holding = megatron.holding_of(chunks, optimizer)
     fill(holding)
@@ -86,7 +86,8 @@ def wrong(holding) -> list[str]:
 
 
 def state_of(chunks, optimizer, *, is_loading: bool = False, kind: str = "fully_reshardable"):
-    state = {"model": chunks[0].module.sharded_state_dict()}
+    names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+    state = {name: chunk.module.sharded_state_dict() for name, chunk in zip(names, chunks, strict=True)}
     state["optimizer"] = optimizer.sharded_state_dict(
         dict(state), is_loading=is_loading, metadata={"distrib_optim_sharding_type": kind}
     )
@@ -156,12 +157,6 @@ def test_files_that_megatron_wrote_wrongly_are_flagged_and_their_weights_are_not
     weights = convert(MegatronSource(path, weights_only=True), tmp_path / "ours").path
     with Checkpoint.open(weights) as checkpoint:
         assert {entry.kind for entry in checkpoint.index.entries} == {"weight"}
-
-
-def test_a_kind_that_names_no_parameter_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    path = saved_by_megatron(tmp_path, MODELS["grouped queries"], kind="dp_reshardable")
-    with pytest.raises(BadCheckpoint, match="dp_reshardable, a kind that does not name the parameters"):
-        MegatronSource(path)
 
 
 def test_what_a_folder_does_not_say_is_asked_for(tmp_path: Path) -> None:
