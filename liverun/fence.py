@@ -32,6 +32,16 @@ _GROUP_NAMES_PER_GENERATION = 100_000
 
 _PARALLEL_STATE = "megatron.core.parallel_state"
 
+_SINGLETONS = {
+    "megatron.core.num_microbatches_calculator": "unset_num_microbatches_calculator",
+    "megatron.core.rerun_state_machine": "destroy_rerun_state_machine",
+    "megatron.training.global_vars": "destroy_global_vars",
+}
+"""what Megatron refuses to make twice in a process, and the functions that take it away"""
+
+_TORCH_SEED = 67280421310721
+"""what torch's generators start from in every process (``default_rng_seed_val`` in c10/core/GeneratorImpl.h)"""
+
 
 @dataclass(kw_only=True)
 class Globals:
@@ -229,6 +239,24 @@ def _is_code(value: Any) -> bool:
 def registered_groups() -> list[Any]:
     """Return every process group torch knows in this process, whatever its generation."""
     return list(c10d._world.pg_map)
+
+
+def forget() -> None:
+    """Be as a process is that has built no world: for a script that is to run again from its top.
+
+    Whatever groups are left are destroyed, the script's own among them.
+    """
+    generation = 1 + c10d._group_count // _GROUP_NAMES_PER_GENERATION
+    activate(new_globals(generation))
+    destroy(registered_groups())
+    torch.manual_seed(_TORCH_SEED)
+    if not has_megatron():
+        return
+    random: Any = sys.modules.get("megatron.core.tensor_parallel.random")
+    if random is not None:
+        random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = None, False
+    for module, function in _SINGLETONS.items():
+        getattr(sys.modules.get(module), function, lambda: None)()
 
 
 def destroy(groups: list[Any]) -> None:
