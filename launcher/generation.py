@@ -122,8 +122,7 @@ def numbered(turn: Turn, generation: int) -> None:
     turn.set_proposal(generation=generation, deadline=turn.now + patience_s)  # the store's time is not counted
     world = describe_world(target.layout, len(target.ranks))
     turn.record("proposed", target.note, generation=generation, world=world)
-    before = sum(turn.state.shares_before.values())
-    if turn.state.world is None and before in (0, len(target.ranks)):
+    if turn.state.world is None and turn.state.size_before in (0, len(target.ranks)):
         _open_store(turn)
         return
     check = Check(generation=generation, layout=target.layout, world_size=len(target.ranks))

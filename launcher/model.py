@@ -272,8 +272,10 @@ class JobState:
     """workers whose scripts have failed, in that order"""
     layout_before: Layout | None = None
     """of the last world that was lost; the next attempt takes it if it fits"""
+    size_before: int = 0
+    """how many workers it had"""
     shares_before: Mapping[str, int] = field(default_factory=dict)
-    """how many workers of it each node had"""
+    """how many of them were on each node that is left"""
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """pids of processes that wait, on each node, to be workers of the next attempt"""
     last_restart: Mapping[str, Any] | None = None

@@ -367,7 +367,7 @@ class Node:
             self._relay.leave(worker)
         self._shown.clear()
         self._close_stores()
-        self._report(Cleared(kept=tuple(process.pid for process in pool.alive.values() if process.waits)))
+        self._report(Cleared(kept=tuple(sorted(process.pid for process in pool.alive.values() if process.waits))))
 
     def _close_stores(self) -> None:
         for generation in list(self._stores):

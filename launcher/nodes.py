@@ -149,6 +149,7 @@ def start_again(turn: Turn, reason: str, *, keep: bool = False, before: Mapping[
         best_step=state.best_step, last_checkpoint=state.last_checkpoint, saves=state.saves, movable=state.movable,
         keeps=state.keeps, last_restart=state.last_restart, shares_before=before or {},
         layout_before=state.world.layout if state.world is not None else state.layout_before,
+        size_before=len(state.world.ranks) if state.world is not None else state.size_before,
     )  # fmt: skip
     turn.do(Restart(reason=reason, nodes=tuple(sorted(state.nodes)), keep=keep))
 
