@@ -26,7 +26,7 @@ from launcher.logs import Relay
 from launcher.model import End, JobState, NodeLeaving
 from launcher.node import Node
 from launcher.notices import EXIT_PREEMPTED, Notice
-from launcher.options import RunOptions, count_cpus, omp_threads
+from launcher.options import RunOptions, count_cpus, keeps_processes, omp_threads
 from launcher.orders import Enter, Finish, Report, TakeOver
 from launcher.outcome import write_outcome
 from launcher.pool import Pool
@@ -203,6 +203,7 @@ class Agent:
 
     async def _take_apart(self) -> None:
         """End the workers and everything else of this node that an agent sets up; the run folder stays."""
+        self._pool.closing = True
         for worker in list(self._pool.alive):
             self._pool.kill(worker)
         await self._pool.empty(10.0)
@@ -281,6 +282,7 @@ class Agent:
     async def _wind_down(self, outcome: str) -> None:
         """End whatever is left: Stop was sent to workers that joined; then signals, then SIGKILL to all."""
         pool, joined = self._pool, self._node.joined
+        self._node.let_go()
         grace_s = self._options.shutdown_timeout_s
         parts = (0.25, 0.25)  # of it, for Stop and for SIGTERM; half went into finding a common last step
         if self._notice is not None:
@@ -290,7 +292,7 @@ class Agent:
             await pool.empty(min(FINISH_GRACE_S, grace_s))
         else:
             first = self._received[0] if self._received and outcome != "failed" else signal.SIGTERM
-            for worker in pool.end_attempt():
+            for worker in list(pool.alive):
                 if outcome == "failed" or worker not in joined:
                     pool.signal(worker, first)
             if outcome != "failed" and joined:
@@ -386,7 +388,7 @@ class Leader(Agent):
         options, meeting = self._options, self._options.meeting
         state = JobState(
             layout=options.layout, max_restarts=options.max_restarts, movable=self._own is not None,
-            saves=options.checkpoint_dir is not None,
+            saves=options.checkpoint_dir is not None, keeps=keeps_processes(options),
             stop_patience_s=options.shutdown_timeout_s / 2,
         )  # fmt: skip
         if meeting is not None:

@@ -27,7 +27,8 @@ from liverun.calls import read_results, write_call
 
 OURS = (
     "standbys", "layout", "job", "run_dir", "staging", "verify", "keep", "defer", "preload", "ranks_filter",
-    "keep_runs", "checkpoint_dir", "checkpoint_every", "keep_last", "notices", "notice_file", "notice_signal",
+    "keep_runs", "checkpoint_dir", "checkpoint_every", "keep_last", "restart", "notices", "notice_file",
+    "notice_signal",
 )  # fmt: skip
 """options that torchrun does not have"""
 AGENT_CODE = (

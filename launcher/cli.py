@@ -160,6 +160,10 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
             "--preload", "further modules, comma-separated, imported once for all workers; 'none': no module"
         ),
     ] = "",
+    restart: Annotated[
+        str,
+        option("--restart", "processes that are well run a script that joins again (keep), or are replaced (fresh)"),
+    ] = "keep",
     max_restarts: Annotated[
         int, torch_option("--max-restarts", "restarts of the whole world after a failure", parser=whole_number)
     ] = 0,

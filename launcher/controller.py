@@ -245,7 +245,7 @@ class Controller:
                 if report.generation != 0:
                     self.tell(StoreFailed(generation=report.generation, reason=report.reason))
             case Cleared():
-                self.tell(NodeCleared(node=node))
+                self.tell(NodeCleared(node=node, kept=tuple(report.kept)))
             case DoorsOpen() | TookOver():
                 if self._answered is not None and not self._answered.done():
                     self._answered.set_result(report)
@@ -400,7 +400,7 @@ class Controller:
                 self._store_nodes.clear()
                 self.spawn(self._ledger.put("job/restarts", self.state.restarts))
                 for node in action.nodes:
-                    self.post(node, Clear(reason=action.reason))
+                    self.post(node, Clear(reason=action.reason, keep=action.keep))
             case Dismiss():
                 self.post(
                     action.node, Finish(outcome="left" if action.ok else "refused", reason=action.reason)
@@ -475,14 +475,14 @@ class Controller:
         self._boot_store = asyncio.get_running_loop().create_future()
         self.post(action.nodes[0].id, OpenC10d(generation=0))
         host, port = await self._boot_store
-        rank, size = 0, sum(node.nproc for node in action.nodes)
+        rank, size = 0, sum(node.boot for node in action.nodes)
         for number, node in enumerate(action.nodes):
             order = StartRanked(
-                first_rank=rank, size=size, node_rank=number, num_nodes=len(action.nodes), host=host, port=port,
-                restarts=action.restarts,
+                first_rank=rank, count=node.boot, size=size, node_rank=number, num_nodes=len(action.nodes),
+                host=host, port=port, restarts=action.restarts,
             )  # fmt: skip
             self.post(node.id, order)
-            rank += node.nproc
+            rank += node.boot
 
     async def _number(self) -> None:
         try:

@@ -11,7 +11,7 @@ import signal
 from dataclasses import replace
 from typing import assert_never
 
-from launcher import generation, nodes, saving, stopping
+from launcher import failing, generation, nodes, saving, stopping
 from launcher.model import (
     Answer,
     Committed,
@@ -46,6 +46,7 @@ from launcher.turn import MAX_BARREN, Turn
 from liverun.messages import (
     Armed,
     Checked,
+    Ended,
     Failed,
     Hello,
     Message,
@@ -77,13 +78,14 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
         case HandoverFailed():
             nodes.handover_failed(turn, event.node, event.reason)
         case NodeCleared():
-            turn.set(clearing=state.clearing - {event.node})
+            nodes.cleared(turn, event.node, event.kept)
         case Started():
             if event.node in state.nodes:
                 _started(turn, event)
         case Said():
-            # a checkpoint taken at the last step is there once the job is ending
-            if event.worker in state.workers and (state.phase != "ending" or isinstance(event.message, Saved)):
+            # a checkpoint taken at the last step is there once the job is ending, and a script may still fail
+            late = isinstance(event.message, Saved | Ended)
+            if event.worker in state.workers and (state.phase != "ending" or late):
                 _said(turn, event.worker, event.message)
         case Exited():
             if event.worker in state.workers:
@@ -119,7 +121,7 @@ def next_deadline(state: JobState) -> float | None:
     """When a Tick is due at the latest."""
     if state.phase == "ending":
         return None
-    times = []
+    times = failing.deadlines(state)
     if state.stopping is not None:
         times += [state.stopping.deadline, state.stopping.poll_at]
     if state.saving is not None:
@@ -140,6 +142,7 @@ def next_deadline(state: JobState) -> float | None:
 
 def _settle(turn: Turn) -> None:
     """Do what has become due, whatever the event was."""
+    failing.settle(turn)
     if turn.state.phase == "ending" or turn.state.handing_over:
         return
     state = turn.state
@@ -190,6 +193,8 @@ def _said(turn: Turn, worker: str, message: Message) -> None:
         world = turn.state.world
         if world is not None and message.generation == world.generation and worker in world.ranks:
             turn.set(steps={**turn.state.steps, worker: message.step})
+            if turn.state.began_at is None:
+                turn.set(began_at=message.step)
             if worker == world.ranks[0]:
                 turn.set(report=message.report)
             if turn.state.stopping is not None:
@@ -198,6 +203,8 @@ def _said(turn: Turn, worker: str, message: Message) -> None:
                 saving.progressed(turn, worker, message.step)
             else:
                 generation.progressed(turn, worker, message.step)
+    elif isinstance(message, Ended):
+        failing.ended(turn, worker)
     elif isinstance(message, Saved):
         saving.saved(turn, worker, message)
     elif isinstance(message, Armed) and message.generation < 0:
@@ -275,6 +282,7 @@ def _exited(turn: Turn, event: Exited) -> None:
         rank = world.ranks.index(worker)
     elif world is None:
         rank = state.workers[worker].boot_rank
+    turn.set(failing={name: one for name, one in state.failing.items() if name != worker})
     if state.phase == "ending":
         turn.drop_worker(worker)
     elif state.stopping is not None:
@@ -358,6 +366,7 @@ def _rank_failed(turn: Turn, event: Exited, rank: int | None, reason: str) -> No
     saving.give_up(turn, reason)
     if event.worker in state.workers:
         turn.drop_worker(event.worker)
+    before = nodes.shares(state)
     lived = state.began is not None and turn.now >= state.began + JOIN_PATIENCE_S
     joins = state.standbys_started
     # a job that never ran would fail the same way again (a typo, a missing module): no retry before the first
@@ -379,7 +388,9 @@ def _rank_failed(turn: Turn, event: Exited, rank: int | None, reason: str) -> No
             restarts=state.restarts + 1, has_run=has_run, fruitless=fruitless,
             best_step=max(state.best_step, best_step),
         )  # fmt: skip
-        nodes.start_again(turn, reason)
+        # one that made no step may have failed of what its processes brought along
+        trained = state.began_at is not None and best_step > state.began_at
+        nodes.start_again(turn, reason, keep=state.keeps and trained, before=before)
         return
     turn.set(phase="ending", proposal=None, queued=None)
     turn.do(

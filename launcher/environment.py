@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.options import RunOptions
+from launcher.options import RunOptions, keeps_processes
 
 PRIVATE = (
     "LIVERUN_TOKEN", "LIVERUN_TOKEN_FILE", "LIVERUN_PRELOAD", "LIVERUN_OUTCOME", "LIVERUN_FUNCTION",
@@ -30,6 +30,8 @@ class Attempt:
     """of this node"""
     size: int
     """workers of all nodes"""
+    count: int
+    """workers of this node"""
     node_rank: int = 0
     num_nodes: int = 1
     restarts: int = 0
@@ -58,6 +60,7 @@ def worker_environ(
     environ["LIVERUN_STAGING_BYTES"] = str(options.staging_bytes)
     environ["LIVERUN_VERIFY_MODE"], environ["LIVERUN_KEEP_MODE"] = options.verify, options.keep
     environ["LIVERUN_DEFER_MODE"] = options.defer
+    environ["LIVERUN_RESTART_MODE"] = "keep" if keeps_processes(options) else "fresh"
     for name in CHECKPOINT_VARIABLES:
         environ.pop(name, None)
     if options.checkpoint_dir is not None:
@@ -92,7 +95,7 @@ def ranked_environ(options: RunOptions, *, local_rank: int, attempt: Attempt) ->
         "ROLE_RANK": rank,
         "ROLE_NAME": options.role,
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": str(options.nproc),
+        "LOCAL_WORLD_SIZE": str(attempt.count),
         "GROUP_WORLD_SIZE": str(attempt.num_nodes),
         "ROLE_WORLD_SIZE": size,
         "MASTER_ADDR": attempt.host,

@@ -51,7 +51,7 @@ def begin_first(turn: Turn) -> None:
     if len(ranked) < state.boot_size or not all(worker.joined for worker in ranked):
         return
     ranks = tuple(worker.id for worker in ranked)
-    layout = state.layout or ranked[0].layout or Layout()
+    layout = state.layout_before or state.layout or ranked[0].layout or Layout()
     if (state.restarts or state.membership_restarts) and layout.misfit(len(ranks)) is not None:
         layout = layout.shrunk_to(len(ranks))  # there are fewer workers than there were
     if (reason := layout.misfit(len(ranks))) is not None:
@@ -122,11 +122,11 @@ def numbered(turn: Turn, generation: int) -> None:
     turn.set_proposal(generation=generation, deadline=turn.now + patience_s)  # the store's time is not counted
     world = describe_world(target.layout, len(target.ranks))
     turn.record("proposed", target.note, generation=generation, world=world)
-    if turn.state.world is None:
+    if turn.state.world is None and turn.state.size_before in (0, len(target.ranks)):
         _open_store(turn)
         return
     check = Check(generation=generation, layout=target.layout, world_size=len(target.ranks))
-    turn.send(turn.state.world.ranks[0], check)
+    turn.send((turn.state.world or target).ranks[0], check)
 
 
 def checked(turn: Turn, refusal: str | None) -> None:
@@ -143,8 +143,26 @@ def checked(turn: Turn, refusal: str | None) -> None:
         turn.record("refused", f"{refusal}; less is tried", generation=proposal.generation)
         turn.set(proposal=None)
         begin(turn, fewer)
+    elif refusal is not None:
+        _begin_smaller(turn, refusal)
     else:
         _open_store(turn)
+
+
+def _begin_smaller(turn: Turn, refusal: str) -> None:
+    """After a restart the workers there are make no world that the job can run in: leave the last one out."""
+    proposal = turn.state.proposal
+    assert proposal is not None
+    target, generation = _aimed(proposal)
+    if len(target.ranks) == 1:
+        fail(turn, refusal)
+        return
+    spare = turn.state.workers[target.ranks[-1]]
+    turn.record("refused", f"{refusal}; less is tried", generation=generation)
+    turn.set(proposal=None)
+    turn.set_worker(spare.id, boot_rank=None, state="standby")
+    turn.set_node(spare.node, boot=turn.state.nodes[spare.node].boot - 1)
+    begin_first(turn)
 
 
 def _open_store(turn: Turn) -> None:

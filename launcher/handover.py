@@ -32,7 +32,11 @@ def dump_state(state: JobState, *, without: str) -> dict[str, Any]:
     }
     return {
         **values,
-        "layout": state.layout.as_dict() if state.layout is not None else None,
+        **{
+            name: None if (layout := getattr(state, name)) is None else layout.as_dict()
+            for name in ("layout", "layout_before")
+        },
+        "failing": {},
         "nodes": [
             {**dataclasses.asdict(node), "retry_at": 0.0} for node in state.nodes.values() if node.id != without
         ],
@@ -64,7 +68,9 @@ def load_state(values: Mapping[str, Any], *, leads: str, now: float) -> JobState
         return JobState(
             **{
                 **values,
-                "layout": Layout(**values["layout"]) if values["layout"] else None,
+                **{
+                    name: Layout(**values[name]) if values[name] else None for name in ("layout", "layout_before")
+                },
                 "nodes": {node.id: node for node in nodes},
                 "workers": {worker.id: worker for worker in workers},
                 "world": world,

@@ -49,6 +49,8 @@ class Node:
     """changes of world that should have freed it, and were aborted"""
     stuck: bool = False
     """it has to go, and nobody can take its work"""
+    boot: int = 0
+    """workers that it gives to the present attempt's first world"""
     boot_to_come: int = 0
     """workers of the first world that are not started yet"""
     forks_to_come: int = 0
@@ -218,6 +220,15 @@ class Saving:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Failing:
+    """A worker whose script has failed, and whose process waits to be told what follows."""
+
+    deadline: float
+    """it is told to leave: until then something else may explain its failure. Once told: it is killed"""
+    told: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobState:
     """Everything decisions are made from."""
 
@@ -253,6 +264,22 @@ class JobState:
     """an earlier attempt got as far as its first step"""
     best_step: int = 0
     """the furthest that an earlier attempt came"""
+    keeps: bool = False
+    """a restart keeps the processes that are well, where the attempt before it has trained"""
+    began_at: int | None = None
+    """the step at which the present attempt began; none before anybody has said"""
+    failing: Mapping[str, Failing] = field(default_factory=dict)
+    """workers whose scripts have failed, in that order"""
+    layout_before: Layout | None = None
+    """of the last world that was lost; the next attempt takes it if it fits"""
+    size_before: int = 0
+    """how many workers it had"""
+    shares_before: Mapping[str, int] = field(default_factory=dict)
+    """how many of them were on each node that is left"""
+    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """pids of processes that wait, on each node, to be workers of the next attempt"""
+    last_restart: Mapping[str, Any] | None = None
+    """what status shows of it"""
     fruitless: int = 0
     """attempts in a row that came no further than one before them"""
     began: float | None = None
@@ -283,7 +310,7 @@ class JobState:
     @property
     def boot_size(self) -> int:
         """Workers that the present attempt starts with."""
-        return sum(self.nodes[node].nproc for node in self.booted if node in self.nodes)
+        return sum(self.nodes[node].boot for node in self.booted if node in self.nodes)
 
     def in_order(self) -> list[Node]:
         """Return the nodes that stay, in the order of their ranks."""
@@ -350,6 +377,8 @@ class NodeCleared:
     """Every worker of an earlier attempt has ended on a node."""
 
     node: str
+    kept: tuple[int, ...] = ()
+    """pids of processes that did not, and wait to be workers again"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,6 +543,7 @@ class Boot:
     """Start the workers of the first world, the nodes' ranks one after the other."""
 
     nodes: tuple[Node, ...]
+    """each with the number of its workers in ``boot``"""
     restarts: int
 
 
@@ -560,6 +590,8 @@ class Restart:
 
     reason: str
     nodes: tuple[str, ...]
+    keep: bool = False
+    """of workers that have joined, end the script only"""
 
 
 @dataclass(frozen=True, kw_only=True)

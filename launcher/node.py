@@ -44,7 +44,7 @@ from launcher.pool import Pool
 from launcher.process import Reaper, TemplateClient, TemplateError, describe_exit, describe_os_error
 from launcher.streams import line_prefix
 from launcher.torch_events import TorchEvents
-from liverun.messages import Go, Hello, Message, Stop
+from liverun.messages import Again, Go, Hello, Leave, Message, Stop, Unwind, Unwound
 
 LOOK_S = 0.2
 """how often it is looked whether a worker has come to the first c10d store"""
@@ -98,6 +98,9 @@ class Node:
         """the highest that a worker of this node was told of"""
         self.joined: set[str] = set()
         """workers that have called ``liverun.join()``"""
+        self._keeping: set[str] = set()
+        """those of them whose process can run its script again"""
+        pool.rerun, pool.spawn = self._rerun, self.spawn
         self.beyond: Callable[[Order], None] = _not_ours
         """hears the orders that are for the agent itself"""
         self.asks: Callable[[Control, Answers], Coroutine[None, None, None]] | None = None
@@ -132,6 +135,12 @@ class Node:
         """Hear a worker's message."""
         if isinstance(message, Hello):
             self.joined.add(worker)
+            self.pool.joined(worker)
+            if message.keeps:
+                self._keeping.add(worker)
+        elif isinstance(message, Unwound):
+            self.pool.waits(worker)
+            return
         self._report(WorkerSaid(worker=worker, message=json.loads(message.encode())))
 
     async def asked(self, request: Control, writer: Answers) -> None:
@@ -180,7 +189,7 @@ class Node:
                 self._show_ranks(order)
             case Clear():
                 self._say(order.reason)
-                self.spawn(self._clear())
+                self.spawn(self._clear(order))
             case Finish():
                 if not self.finish.done():
                     self.finish.set_result(order)
@@ -214,7 +223,7 @@ class Node:
 
     async def _start_ranked(self, order: StartRanked) -> None:
         attempt = Attempt(
-            host=order.host, port=order.port, first_rank=order.first_rank, size=order.size,
+            host=order.host, port=order.port, first_rank=order.first_rank, count=order.count, size=order.size,
             node_rank=order.node_rank, num_nodes=order.num_nodes, restarts=order.restarts,
         )  # fmt: skip
         await self.pool.begin(attempt)
@@ -225,7 +234,7 @@ class Node:
                     self._relay.copy(name, filtered[name], words)
                 except OSError as error:
                     self._say(f"lines are not copied: {describe_os_error(error)}")
-        for local_rank in range(options.nproc):
+        for local_rank in range(order.count):
             worker = await self.pool.start(local_rank)
             if worker is None:
                 return
@@ -323,19 +332,48 @@ class Node:
             shown=placed.shown, teed=placed.teed, tee_prefix=header,
         )  # fmt: skip
 
-    async def _clear(self) -> None:
-        for worker in self.pool.end_attempt():
-            self.pool.signal(worker, signal.SIGTERM)
-        await self.pool.empty(self.pool.options.shutdown_timeout_s)
-        for worker in list(self.pool.alive):
-            self.pool.kill(worker)
-        await self.pool.empty(30.0)
+    def _rerun(self, worker: str, task: Again) -> None:
+        self.link.send(worker, task)
+
+    def let_go(self) -> None:
+        """Let processes end that wait for a next attempt: none will come."""
+        self.pool.closing = True
+        for worker, process in self.pool.alive.items():
+            if process.waits:
+                self.link.send(worker, Leave())
+
+    async def _clear(self, order: Clear) -> None:
+        """End the workers of an attempt; those that can run again, only as far as that.
+
+        One that does not come to its end is asked by SIGTERM after half the time, and killed after all of it.
+        """
+        pool, patience_s = self.pool, self.pool.options.shutdown_timeout_s
+        pool.closing = True
+        again = [worker for worker in pool.busy if order.keep and pool.keeps and worker in self._keeping]
+        if again:
+            self._close_stores()  # who waits there for a peer waits no longer
+        for worker in again:
+            self.link.send(worker, Unwind(reason=order.reason))
+        for worker in pool.alive.keys() - set(again):
+            if not order.keep or not pool.alive[worker].waits:
+                pool.signal(worker, signal.SIGTERM)
+        await pool.empty(patience_s / 2, but_waiting=order.keep)
+        for worker in set(again) & set(pool.busy):
+            self._say(f"worker {worker} has not left its script in {patience_s / 2:g} s; it gets a new process")
+            pool.signal(worker, signal.SIGTERM)
+        await pool.empty(patience_s / 2, but_waiting=order.keep)
+        for worker in list(pool.busy) if order.keep else list(pool.alive):
+            pool.kill(worker)
+        await pool.empty(30.0, but_waiting=order.keep)
         for worker in list(self._shown):
             self._relay.leave(worker)
         self._shown.clear()
+        self._close_stores()
+        self._report(Cleared(kept=tuple(sorted(process.pid for process in pool.alive.values() if process.waits))))
+
+    def _close_stores(self) -> None:
         for generation in list(self._stores):
             self._close_store(generation)
-        self._report(Cleared())
 
     def _reply(self, order: Reply) -> None:
         if order.request in self._waiting:

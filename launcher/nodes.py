@@ -7,6 +7,8 @@ are, as under torchrun. A node that finds no place waits as a spare.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher.model import Answer, Boot, Dismiss, End, HandOver, JobState, Node, Restart, Wish
@@ -123,8 +125,19 @@ def move_away(turn: Turn, node: str, timeout_s: float) -> None:
         start_again(turn, f"node {node} leaves: {known.leaving}")
 
 
-def start_again(turn: Turn, reason: str) -> None:
-    """End every worker and go back to gathering nodes; what was learned about the script stays."""
+def shares(state: JobState) -> dict[str, int]:
+    """Return how many ranks each node has, or had in an attempt that came to no world of its own."""
+    if state.world is None:
+        return {node: state.nodes[node].boot for node in state.booted if node in state.nodes}
+    where = {**{worker.id: worker.node for worker in state.workers.values()}, **state.done_ranks}
+    return dict(Counter(where[worker] for worker in state.world.ranks if worker in where))
+
+
+def start_again(turn: Turn, reason: str, *, keep: bool = False, before: Mapping[str, int] | None = None) -> None:
+    """End every worker and go back to gathering nodes; what was learned about the script stays.
+
+    ``keep``: processes that are well stay. ``before``: what each node gave to the world that is to come back.
+    """
     state = turn.state
     turn.state = JobState(
         nodes={name: _anew(node) for name, node in state.nodes.items()},
@@ -134,13 +147,34 @@ def start_again(turn: Turn, reason: str) -> None:
         reason=reason, max_restarts=state.max_restarts, restarts=state.restarts, last_resize=state.last_resize,
         stop_patience_s=state.stop_patience_s, has_run=state.has_run, fruitless=state.fruitless,
         best_step=state.best_step, last_checkpoint=state.last_checkpoint, saves=state.saves, movable=state.movable,
+        keeps=state.keeps, last_restart=state.last_restart, shares_before=before or {},
+        layout_before=state.world.layout if state.world is not None else state.layout_before,
+        size_before=len(state.world.ranks) if state.world is not None else state.size_before,
     )  # fmt: skip
-    turn.do(Restart(reason=reason, nodes=tuple(sorted(state.nodes))))
+    turn.do(Restart(reason=reason, nodes=tuple(sorted(state.nodes)), keep=keep))
+
+
+def cleared(turn: Turn, node: str, kept: tuple[int, ...]) -> None:
+    """Note that a node is ready for the next attempt, with these processes kept."""
+    state = turn.state
+    if node in state.clearing:
+        turn.set(clearing=state.clearing - {node}, kept={**state.kept, node: kept})
+
+
+def _tell_restart(turn: Turn) -> None:
+    """Say what the attempt that starts now begins with."""
+    state = turn.state
+    kept = {node: list(pids) for node, pids in state.kept.items() if pids and node in state.nodes}
+    pids = [str(pid) for node in sorted(kept) for pid in kept[node]]
+    stay = f"process {pids[0]} stays" if len(pids) == 1 else f"processes {', '.join(pids)} stay"
+    reason = f"restart {state.restarts} of {state.max_restarts}: {stay if pids else 'no process stays'}"
+    turn.set(last_restart={"restart": state.restarts, "kept": kept, "reason": reason})
+    turn.record("restarting", reason, restart=state.restarts, kept=kept)
 
 
 def _anew(node: Node) -> Node:
     """Return a node as it is before any worker of an attempt is started."""
-    return replace(node, boot_to_come=0, forks_to_come=0, barren=0, retry_at=0.0, parked=False)
+    return replace(node, boot=0, boot_to_come=0, forks_to_come=0, barren=0, retry_at=0.0, parked=False)
 
 
 def settle(turn: Turn) -> None:
@@ -182,9 +216,14 @@ def _gather(turn: Turn) -> None:
     if len(there) < state.max_nodes and not again and turn.now < state.last_arrival + state.last_call_s:
         turn.set(reason=f"waits {state.last_call_s:g} s for more nodes: {len(there)} of {state.max_nodes} are there")
         return
+    told = state.last_restart["restart"] if state.last_restart is not None else 0
+    if state.restarts != told and not state.resumed:
+        _tell_restart(turn)
     for node in there:
-        turn.set_node(node.id, boot_to_come=node.nproc)
+        boot = min(state.shares_before.get(node.id, node.nproc), node.nproc + node.standbys)
+        turn.set_node(node.id, boot=boot, boot_to_come=boot)
     turn.set(booted=tuple(node.id for node in there), began=None)
+    there = [turn.state.nodes[node.id] for node in there]
     turn.do(Boot(nodes=tuple(there), restarts=state.restarts + state.membership_restarts))
 
 

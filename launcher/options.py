@@ -92,6 +92,8 @@ class RunOptions:
     """the old state until a resize commits: ``auto``, ``always`` or ``never``"""
     defer: str = "nothing"
     """what moves after the commit of a resize: ``optimizer``, or ``nothing``"""
+    restart: str = "keep"
+    """what a restart does with processes that are well and have joined: ``keep`` or ``fresh``"""
     role: str = "default"
     fresh: bool = False
     """a new interpreter for every worker, instead of a fork of the template"""
@@ -127,6 +129,11 @@ class RunOptions:
     """means a notice, and is neither forwarded nor a wish to end the job"""
     console_events: bool = False
     """torch's events, one JSON object a line, on stderr"""
+
+
+def keeps_processes(options: RunOptions) -> bool:
+    """Whether a worker may run its script again in the same process."""
+    return options.restart == "keep" and options.max_restarts > 0 and not options.fresh and options.mode != "program"
 
 
 def refuse_if(wrong: bool, sentence: str) -> None:

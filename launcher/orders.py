@@ -35,6 +35,8 @@ class StartRanked(Order):
     """Start this node's workers of a first world."""
 
     first_rank: int
+    count: int
+    """workers of this node"""
     size: int
     """workers of all nodes"""
     node_rank: int
@@ -90,6 +92,8 @@ class Clear(Order):
     """End every worker; answered by Cleared."""
 
     reason: str
+    keep: bool = False
+    """workers that have joined end their scripts only, and their processes wait for StartRanked and ForkStandbys"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +238,9 @@ class C10dLost(Report):
 @dataclass(frozen=True, kw_only=True)
 class Cleared(Report):
     """No worker is left here."""
+
+    kept: tuple[int, ...] = ()
+    """pids of processes that wait to be workers again"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.destinations import Destinations
 from launcher.environment import Attempt, with_local_rank, worker_environ
@@ -19,6 +20,7 @@ from launcher.orders import WorkerExited, WorkerStarted
 from launcher.process import Reaper, TemplateClient, TemplateError, describe_os_error, kill_session
 from launcher.report import failure_lines
 from launcher.rundir import JobFolder
+from liverun.messages import Again
 
 
 @dataclass
@@ -30,6 +32,12 @@ class Process:
     slot: int
     """place on this node, kept for life; the lowest that no other worker has"""
     restarts: int = 0
+    joined: bool = False
+    """it has called ``liverun.join()``"""
+    waits: bool = False
+    """its script was unwound, and it waits to be another worker"""
+    fallback: dict[str, Any] | None = None
+    """what the template is asked for if a kept process does not get as far as ``join()``"""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,14 @@ class Pool:
         self._threads = threads
         self.tell = tell
         self._clock = wall_clock
+        self.rerun: Callable[[str, Again], None]
+        """sends a process that waits, by the id of the worker it was, what it is to be"""
+        self.spawn: Callable[[Coroutine[None, None, None]], object]
+        """runs something beside; a failure of it is trouble for the node"""
+        self.keeps = True
+        """no kept process of this node has failed to run its script again"""
+        self.closing = False
+        """the workers of an attempt are being ended: none of them is replaced, and nobody joins them any more"""
         self.prefix = ""
         """of worker ids: the node's, but on the first node"""
         self._ids = itertools.count()
@@ -81,9 +97,7 @@ class Pool:
         self.rendezvous = folder.path / "rendezvous"
         """a file that is there once a worker has come to the present attempt's first c10d store"""
         self.changed = asyncio.Event()
-        self.attempt = Attempt(host=options.host, port=0, size=options.nproc)
-        self._is_over = False
-        """the present attempt is being ended: nobody joins it any more"""
+        self.attempt = Attempt(host=options.host, port=0, count=options.nproc, size=options.nproc)
 
     @property
     def restarts(self) -> int:
@@ -97,9 +111,9 @@ class Pool:
     async def begin(self, attempt: Attempt) -> None:
         """Make what a new attempt needs on disk. Raises ``TemplateError``."""
         self.attempt = attempt
-        self._is_over = False
+        self.closing = False
         try:
-            self._reserved = set(range(self.options.nproc))
+            self._reserved = set(range(attempt.count))
             await self.destinations.begin(self.restarts, self._template, self._environ_of_rank)
         except OSError as error:
             raise TemplateError(f"cannot make a log folder: {describe_os_error(error)}") from None
@@ -111,21 +125,16 @@ class Pool:
             attempt=self.attempt, error_file=None,
         )  # fmt: skip
 
-    def end_attempt(self) -> list[str]:
-        """Return the workers there are to end. Whatever is being started will not begin."""
-        self._is_over = True
-        return list(self.alive)
-
     async def start(self, local_rank: int | None) -> str | None:
-        """Fork one worker, for a rank of the first world or as a standby.
+        """Start one worker, for a rank of the first world or as a standby. Raises ``TemplateError``.
 
-        Returns its id; ``None`` if the attempt came to its end before. Raises ``TemplateError``.
+        A process that waits becomes that worker; else one is forked. Returns its id; ``None`` if the attempt came to
+        its end before.
         """
-        if self._is_over:
+        if self.closing:
             return None
-        attempt = self.attempt
         worker = f"{self.prefix}w{next(self._ids)}"
-        slot = self._slot(local_rank)
+        was, slot = self._place(local_rank)
         boot_rank = None if local_rank is None else self.attempt.first_rank + local_rank
         self._slots[worker] = slot
         try:
@@ -138,40 +147,81 @@ class Pool:
             error_file=logs.error,
         )  # fmt: skip
         self._starts[worker] = asyncio.Event()
-        answer = await self._template.ask(
-            {
-                "op": "worker",
-                "mode": self.options.mode,
-                "argv": with_local_rank(self.options.argv, slot),
-                "env": environ,
-                "cwd": os.getcwd(),  # noqa: PTH109
-                "stdout": str(logs.stdout),
-                "stderr": str(logs.stderr),
-                "fresh": self.options.fresh,
-                "numa": None
-                if self.options.numa_binding is None
-                else {"mode": self.options.numa_binding, "gpu_index": slot},
-            }
-        )
-        pid = int(answer["pid"])
-        self._starts[worker].set()
-        if self._is_over or attempt is not self.attempt:  # it missed the signal that all others had
-            del self._slots[worker]
-            os.kill(pid, signal.SIGKILL)
-            self._reaper.expect(pid, lambda _: self._template.forget(pid))
-            return None
-        self.alive[worker] = Process(pid, boot_rank, slot, self.restarts)
-        self.tell(WorkerStarted(worker=worker, pid=pid, boot_rank=boot_rank))
-        self._reaper.expect(pid, lambda code: self._ended(worker, code))
+        request: dict[str, Any] = {
+            "op": "worker",
+            "mode": self.options.mode,
+            "argv": with_local_rank(self.options.argv, slot),
+            "env": environ,
+            "cwd": os.getcwd(),  # noqa: PTH109
+            "stdout": str(logs.stdout),
+            "stderr": str(logs.stderr),
+            "fresh": self.options.fresh,
+            "numa": None
+            if self.options.numa_binding is None
+            else {"mode": self.options.numa_binding, "gpu_index": slot},
+        }
+        if was is None:
+            is_there = await self._fork(worker, Process(0, boot_rank, slot, self.restarts), request)
+            return worker if is_there else None
+        process = Process(self.alive.pop(was).pid, boot_rank, slot, self.restarts, fallback=request)
+        again = {name: request[name] for name in ("argv", "env", "cwd", "stdout", "stderr")}
+        self.rerun(was, Again(worker=worker, **again))
+        self._started(worker, process)
         return worker
 
-    def _slot(self, local_rank: int | None) -> int:
-        """Return the place of a worker: its rank for one that starts with one, even if others have ended already."""
+    async def _fork(self, worker: str, process: Process, request: dict[str, Any]) -> bool:
+        """Start a process; false if the attempt came to its end before it was there."""
+        answer = await self._template.ask(request)
+        process.pid = int(answer["pid"])
+        if self.closing or process.restarts != self.restarts:  # it missed the signal that all others had
+            self._slots.pop(worker, None)
+            self._starts[worker].set()
+            os.kill(process.pid, signal.SIGKILL)
+            self._reaper.expect(process.pid, lambda _: self._template.forget(process.pid))
+            return False
+        self._started(worker, process)
+        return True
+
+    def _started(self, worker: str, process: Process) -> None:
+        self.alive[worker] = process
+        self.tell(WorkerStarted(worker=worker, pid=process.pid, boot_rank=process.boot_rank))
+        self._starts[worker].set()
+        self._reaper.expect(process.pid, lambda code: self._ended(worker, code))
+
+    def _place(self, local_rank: int | None) -> tuple[str | None, int]:
+        """Return the process that a worker is to run in (the worker it was; none: a new one), and its place.
+
+        One that starts with a rank has that place, even if others have ended already. It gets the process that was
+        there; where that is gone, any that nobody else will have for that reason, if it does not matter where it is.
+        """
+        waiting = {worker: process.slot for worker, process in self.alive.items() if process.waits}
         if local_rank is not None:
             self._reserved.discard(local_rank)
-            return local_rank
-        taken = {*self._slots.values(), *self._reserved}
-        return next(free for free in itertools.count() if free not in taken)
+            slot = local_rank
+        else:
+            taken = {*self._slots.values(), *self._reserved}
+            free = [place for place in sorted(waiting.values()) if place not in taken]
+            slot = free[0] if free else next(place for place in itertools.count() if place not in taken)
+        there = [worker for worker, place in waiting.items() if place == slot]
+        tied = self.options.virtual_local_rank or self.options.numa_binding is not None
+        if not there and not tied:
+            there = [worker for worker, place in waiting.items() if place not in self._reserved]
+        return (there[-1] if there else None), slot
+
+    def waits(self, worker: str) -> None:
+        """Note that the script of a worker was unwound: nothing of what it has started is left either."""
+        process = self.alive.get(worker)
+        if process is not None:
+            process.waits = True
+            self._slots.pop(worker, None)
+            kill_session(process.pid, spare_leader=True)
+            self.changed.set()
+
+    def joined(self, worker: str) -> None:
+        """Note that a worker has called ``liverun.join()``."""
+        process = self.alive.get(worker)
+        if process is not None:
+            process.joined, process.fallback = True, None
 
     async def expects(self, worker: str) -> bool:
         """Whether a worker of that id is alive; waits for a start that is under way."""
@@ -182,15 +232,26 @@ class Pool:
 
     def _ended(self, worker: str, code: int) -> None:
         process = self.alive.pop(worker)
-        ended = self.ended[worker] = Ended(process, code, process.restarts, self._clock())
-        del self._slots[worker]
         kill_session(process.pid, spare_leader=True)
         self._template.forget(process.pid)
+        if process.fallback is not None and not self.closing:
+            # whatever the process brought along from its first life, a new one has not
+            self.spawn(self._replace(worker, process))
+            return
+        ended = self.ended[worker] = Ended(process, code, process.restarts, self._clock())
+        self._slots.pop(worker, None)
         lines = () if code == 0 else tuple(self._report(worker, ended))
         self.tell(
             WorkerExited(worker=worker, code=code, under_way=self.rendezvous.exists(), lines=lines)
         )
         self.changed.set()
+
+    async def _replace(self, worker: str, process: Process) -> None:
+        """Run a worker in a new process: the one that was kept for it has ended before ``liverun.join()``."""
+        self.keeps = False
+        request, process.fallback = process.fallback, None
+        assert request is not None
+        await self._fork(worker, process, request)
 
     def _report(self, worker: str, ended: Ended) -> list[str]:
         placed = self.destinations.of(worker)
@@ -218,11 +279,19 @@ class Pool:
             if ended.process.boot_rank is not None and ended.restarts == self.restarts
         ]
 
-    async def empty(self, timeout_s: float) -> bool:
-        """Wait until no worker is alive; false when that takes longer."""
+    async def empty(self, timeout_s: float, *, but_waiting: bool = False) -> bool:
+        """Wait until no worker is alive; false when that takes longer.
+
+        ``but_waiting``: but for those that wait to be another one.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.alive:
+                while self.busy if but_waiting else self.alive:
                     self.changed.clear()
                     await self.changed.wait()
-        return not self.alive
+        return not (self.busy if but_waiting else self.alive)
+
+    @property
+    def busy(self) -> list[str]:
+        """Return the workers that do not wait to be another one."""
+        return [worker for worker, process in self.alive.items() if not process.waits]

@@ -49,6 +49,8 @@ def print_status(status: dict[str, Any]) -> None:
             rank = "-" if row["rank"] is None else str(row["rank"])
             table.add_row(row["id"], str(row["pid"]), rank, row["state"])
         out.print(table)
+    if (restart := status.get("last_restart")) is not None:
+        out.print(f"last restart: {restart['reason']}")
     last = status["last_resize"]
     if last is not None:
         out.print(f"last resize ({last['cause']}): {last['outcome']}; {cost(last)}; {last['reason']}")

@@ -39,6 +39,7 @@ NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 VERIFY = ("full", "sample", "off")
 KEEP = ("auto", "always", "never")
 DEFER = ("nothing", "optimizer")
+RESTART = ("keep", "fresh")
 EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 """those of torch that are there without anyone registering one"""
 BACKENDS = ("static", "c10d", "liverun", "etcd", "etcd-v2")
@@ -64,6 +65,7 @@ class RunWords:
     verify: str
     keep: str
     defer: str
+    restart: str
     preload: str
     max_restarts: int
     shutdown_timeout: float | None
@@ -122,6 +124,7 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
     _choose(words.verify, VERIFY, "--verify")
     _choose(words.keep, KEEP, "--keep")
     _choose(words.defer, DEFER, "--defer")
+    _choose(words.restart, RESTART, "--restart")
     refuse_if(
         words.keep == "never" and words.defer != "nothing",
         f"--defer {words.defer} reads the old state after the commit, and --keep never gives it back before",
@@ -158,7 +161,8 @@ def read(words: RunWords, environ: Mapping[str, str], uid: int) -> tuple[RunOpti
         mode=_mode(words, environ), argv=(words.script, *(words.args or ())), nproc=nproc, standbys=words.standbys,
         layout=layout, job=check_job_id(words.job), root=resolve_root(words.run_dir, environ, uid),
         log_dir=log_dir, staging_bytes=parse_bytes(words.staging),
-        verify=words.verify, keep=words.keep, defer=words.defer, max_restarts=words.max_restarts,
+        verify=words.verify, keep=words.keep, defer=words.defer,
+        restart=words.restart, max_restarts=words.max_restarts,
         shutdown_timeout_s=shutdown_timeout_s, host=host, port=port,
         rdzv_id="" if words.standalone or words.rdzv_id == "none" else parse_run_id(words.rdzv_id),
         meeting=meeting, preload=words.preload, monitor_interval_s=words.monitor_interval, environ=environ,

@@ -35,6 +35,7 @@ def status_object(state: JobState, *, job: str, now: float) -> dict[str, Any]:
         "world": world.as_dict() if world else None,
         "nodes": [_node(state, node, word) for node in sorted(state.nodes.values(), key=lambda node: node.place)],
         "restarts": {"used": state.restarts, "max": state.max_restarts},
+        "last_restart": state.last_restart,
         "proposal": None
         if state.proposal is None
         else {"generation": state.proposal.generation, "phase": state.proposal.phase.value},

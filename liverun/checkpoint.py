@@ -196,6 +196,8 @@ class Saver:
         self._tell = tell
         self._learning: _Learning | None = None
         self._writing: threading.Thread | None = None
+        self._temporary: tuple[Path, int] | None = None
+        """where a checkpoint is being written, and as which rank"""
         self._saved_step = -1
 
     # --- entering a world ---
@@ -341,6 +343,15 @@ class Saver:
         )  # fmt: skip
         self._writing.start()
 
+    def give_up(self) -> None:
+        """Hear that the world is given up: a checkpoint that waits for a share nobody will write fails now.
+
+        Does not block; from any thread.
+        """
+        writing = self._writing
+        if writing is not None and writing.is_alive() and self._temporary is not None:
+            writer.say_failed(self._temporary[0], self._temporary[1], "its world was given up")
+
     def end(self) -> None:
         """At the interpreter's end: nothing of ours runs any more, and what was to be written is."""
         if self._learning is not None:
@@ -358,6 +369,7 @@ class Saver:
     ) -> None:
         root, rank = self.settings.folder, ground.standing.world.rank
         temporary = root / folders.temporary_name(step, ground.nonce)
+        self._temporary = (temporary, rank)
         started = time.perf_counter()
         path = ""
         try:

@@ -32,6 +32,16 @@ _GROUP_NAMES_PER_GENERATION = 100_000
 
 _PARALLEL_STATE = "megatron.core.parallel_state"
 
+_SINGLETONS = {
+    "megatron.core.num_microbatches_calculator": "unset_num_microbatches_calculator",
+    "megatron.core.rerun_state_machine": "destroy_rerun_state_machine",
+    "megatron.training.global_vars": "destroy_global_vars",
+}
+"""what Megatron refuses to make twice in a process, and the functions that take it away"""
+
+_TORCH_SEED = 67280421310721
+"""what torch's generators start from in every process (``default_rng_seed_val`` in c10/core/GeneratorImpl.h)"""
+
 
 @dataclass(kw_only=True)
 class Globals:
@@ -231,6 +241,24 @@ def registered_groups() -> list[Any]:
     return list(c10d._world.pg_map)
 
 
+def forget() -> None:
+    """Be as a process is that has built no world: for a script that is to run again from its top.
+
+    Whatever groups are left are destroyed, the script's own among them.
+    """
+    generation = 1 + c10d._group_count // _GROUP_NAMES_PER_GENERATION
+    activate(new_globals(generation))
+    destroy(registered_groups())
+    torch.manual_seed(_TORCH_SEED)
+    if not has_megatron():
+        return
+    random: Any = sys.modules.get("megatron.core.tensor_parallel.random")
+    if random is not None:
+        random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = None, False
+    for module, function in _SINGLETONS.items():
+        getattr(sys.modules.get(module), function, lambda: None)()
+
+
 def destroy(groups: list[Any]) -> None:
     """Destroy process groups of a generation that is not active; those already gone are passed over."""
     for group in groups:
@@ -239,3 +267,6 @@ def destroy(groups: list[Any]) -> None:
     groups.clear()
     # new_group() leaves a note about groups that this rank is no member of
     c10d._world.pg_group_ranks.pop(c10d.GroupMember.NON_GROUP_MEMBER, None)
+    # and destroy_process_group() an empty list for every group there was
+    for tag in [tag for tag, tagged in c10d._world.tags_to_pg.items() if not tagged]:
+        del c10d._world.tags_to_pg[tag]

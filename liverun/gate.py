@@ -1,7 +1,7 @@
 """The gate at a boundary: where the training thread meets what the agent has said.
 
 The agent's words arrive in the link thread, the training thread passes a boundary before every step. All they share
-is here, under one lock. While nothing is armed, passing costs one uncontended lock and two comparisons.
+is here, under one lock. While nothing is armed, passing costs one uncontended lock and three comparisons.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from liverun.messages import Prepare
+from liverun.messages import Again, Prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,12 @@ class Stopped(Exception):  # noqa: N818 - not an error: the agent asked for the 
         """a checkpoint is to be taken first"""
 
 
+class Unwinding(BaseException):  # like KeyboardInterrupt: nothing of a script's should catch it
+    """The world is given up, and the script is to end; the process will run it again. Carries the reason."""
+
+
 class Gate:
-    """Arm, Go, Cancel, Abort and Stop on one side; boundaries on the other."""
+    """Arm, Go, Cancel, Abort, Stop and Unwind on one side; boundaries on the other."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -40,6 +44,9 @@ class Gate:
         self._go: int | None = None
         self._first: Prepare | None = None
         self._stop: Stopped | None = None
+        self._unwind: str | None = None
+        self._leave = False
+        self._again: Again | None = None
 
     @property
     def reached(self) -> int:
@@ -86,18 +93,59 @@ class Gate:
             self._stop = Stopped(reason, save=save)
             self._changed.notify_all()
 
+    def unwind(self, reason: str) -> None:
+        """End the script at its next boundary, or now if it waits."""
+        with self._changed:
+            self._unwind = reason
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Let a process whose script has ended exit."""
+        with self._changed:
+            self._leave = True
+            self._changed.notify_all()
+
+    def run_again(self, task: Again) -> None:
+        """Let a process whose script was unwound run it once more."""
+        with self._changed:
+            self._again = task
+            self._changed.notify_all()
+
     # --- the training thread's side ---
+
+    @property
+    def unwinds(self) -> bool:
+        """Whether the world was given up."""
+        return self._unwind is not None
+
+    def check(self) -> None:
+        """Raise ``Unwinding`` if the world was given up, as often as it is called."""
+        if self._unwind is not None:
+            raise Unwinding(self._unwind)
+
+    def wait_for_verdict(self) -> bool:
+        """After the script has failed: wait to be told what follows. True: unwind; false: exit."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unwind is not None or self._leave or self._stop is not None)
+            return self._unwind is not None
+
+    def wait_for_again(self) -> Again | None:
+        """After the script was unwound: wait for the next task; ``None``: exit."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._again is not None or self._leave or self._stop is not None)
+            return self._again
 
     def pass_boundary(self, step: int) -> int | None:
         """Pass the boundary before ``step``; return the generation to switch to, or ``None`` to go on.
 
-        Blocks only where armed for exactly this step. Raises ``Stopped``.
+        Blocks only where armed for exactly this step. Raises ``Stopped`` or ``Unwinding``.
         """
         with self._changed:
-            if self._armed is None and self._stop is None:
+            if self._armed is None and self._stop is None and self._unwind is None:
                 self._reached = step
                 return None
             while True:
+                self.check()
                 if self._stop is not None:
                     raise self._stop
                 if self._armed is None or self._armed[1] != step:
@@ -113,9 +161,13 @@ class Gate:
             self._reached = step
 
     def wait_for_world(self) -> Prepare | int:
-        """For a worker without a rank: wait for its first world to build, or for Go to enter a prepared one."""
+        """For a worker without a rank: wait for its first world to build, or for Go to enter a prepared one.
+
+        Raises ``Stopped`` or ``Unwinding``.
+        """
         with self._changed:
             while True:
+                self.check()
                 if self._stop is not None:
                     raise self._stop
                 if self._first is not None:

@@ -25,6 +25,7 @@ import torch
 
 from liverun import device as devices
 from liverun import fence, groups, messages, rng
+from liverun.again import TOP
 from liverun.changes import Choice
 from liverun.checkpoint import Saver, Settings
 from liverun.gate import Gate, Stopped
@@ -36,6 +37,9 @@ from liverun.prepare import Build, Next, Preparation, Standing, world_of
 from liverun.switch import Outcome, Position, switch
 from liverun.world import Training, World
 from resharding import megatron
+
+UNWIND_TIMEOUT_S = 3.0
+"""how long a thread of ours may take to come to its end before the script runs again"""
 
 ChangeCallback = Callable[[World], None]
 
@@ -147,11 +151,13 @@ class Job:
 
     def unfinished(self, num_steps: int) -> bool:
         """Whether fewer than ``num_steps`` steps are done."""
+        self._check()
         if self.next_step < num_steps:
             return True
         self._save_if_due()
         if self._saver is not None:
             self._saver.wait()  # a script that ends now would give its writer no more threads
+        self._check()
         if self._worker is not None:
             self._worker.finish()
         return False
@@ -162,6 +168,11 @@ class Job:
         A worker that is no longer needed waits inside, and ends with ``SystemExit(0)`` if the job does.
         """
         return _StepContext(self)
+
+    def _check(self) -> None:
+        """Raise ``Unwinding`` if the world was given up."""
+        if self._worker is not None:
+            self._worker.gate.check()
 
     def _complete_step(self) -> None:
         self.next_step += 1
@@ -186,6 +197,7 @@ class Job:
             self.resume(step=found.step, consumed_samples=found.consumed_samples)
 
     def _pass_boundary(self) -> None:
+        self._check()  # before a save: a script may have caught what a failed step has raised
         self._save_if_due()
         worker = self._worker
         if worker is None:
@@ -260,10 +272,11 @@ class Job:
             self._standing = worker.build_first(said)
             self._rebind(self._standing.training)
             self._resume(said.store_host, said.store_port)
-            return
-        self._enter_prepared(worker, said)
-        while self._standing is None:
-            self._wait_for_rank(worker)
+        else:
+            self._enter_prepared(worker, said)
+            while self._standing is None:
+                self._wait_for_rank(worker)
+        worker.begin()
 
     def _wait_for_rank(self, worker: _Worker) -> None:
         """As a standby: wait until a prepared world may be entered, and enter it. Raises ``Stopped``."""
@@ -357,11 +370,14 @@ class _Worker:
         self._preparing: Preparation | None = None
         self._background: list[threading.Thread] = []
         self._ending = False
+        self._begun = False
         self._answered_step = -1
         self._link = Link(
             Path(os.environ["LIVERUN_SOCKET"]), on_message=self._receive, on_tick=self._tick, on_lost=self._lost
         )
-        self._hello = messages.Hello(worker=self.name, pid=os.getpid(), layout=layout)
+        # NCCL ends a process whose peer is gone, and nothing gets a thread out of a kernel that waits for one
+        keeps = TOP.keeps and self._device.type == "cpu"
+        self._hello = messages.Hello(worker=self.name, pid=os.getpid(), layout=layout, keeps=keeps)
 
     def tell(self, message: messages.Message) -> None:
         """Send a message to the agent; from any thread."""
@@ -373,6 +389,13 @@ class _Worker:
         self._link.send(self._hello)
         self._link.start()
         atexit.register(self._end)
+        if self._hello.keeps:
+            TOP.enter(self)
+
+    def begin(self) -> None:
+        """Hear that the job is where it goes on from: a step said before would be one that is never reached."""
+        self._begun = True
+        self._send_progress()
 
     # --- the link thread's side ---
 
@@ -400,6 +423,13 @@ class _Worker:
                 self._send_progress()
             case messages.Stop():
                 self.gate.stop(message.reason, save=message.save)
+            case messages.Unwind():
+                self.gate.unwind(message.reason)
+                self._give_up_saving()
+            case messages.Leave():
+                self.gate.leave()
+            case messages.Again():
+                self.gate.run_again(message)
             case _:
                 pass
 
@@ -430,13 +460,17 @@ class _Worker:
     def _present(self) -> Standing | None:
         return self._job._standing if self._job is not None else None
 
+    def _give_up_saving(self) -> None:
+        if self._job is not None and self._job._saver is not None:
+            self._job._saver.give_up()
+
     def _tick(self) -> None:
         if self._job is not None and self._job.next_step != self._answered_step:
             self._send_progress()
 
     def _send_progress(self) -> None:
         job, present = self._job, self._present()
-        if job is None or present is None:
+        if job is None or present is None or not self._begun:
             return
         self._answered_step = job.next_step
         self._link.send(messages.Progress(
@@ -444,6 +478,42 @@ class _Worker:
 
     def _lost(self) -> None:
         self.gate.stop("its agent is gone")
+
+    # --- the top of the process, once the script has ended (liverun.again) ---
+
+    @property
+    def unwinds(self) -> bool:
+        """Whether the world was given up, and the script is to run again."""
+        return self.gate.unwinds
+
+    def give_up(self) -> None:
+        """Close the groups of the world, so that nobody waits for this rank; what is being prepared goes too."""
+        self._ending = True
+        if self._preparing is not None:
+            self._preparing.drop()
+        if self._job is not None:
+            self._job._leave()
+
+    def say_ended(self, code: int) -> bool:
+        """Say that the script has failed, and wait; whether it is to run again."""
+        self._link.send(messages.Ended(code=code))
+        self.give_up()
+        return self.gate.wait_for_verdict()
+
+    def forget(self) -> None:
+        """Drop everything of the script and its worlds; only the link to the agent is left."""
+        self._job = self._preparing = None
+        self._background.clear()
+        self._build = _no_build
+
+    def say_unwound(self) -> messages.Again | None:
+        """Say that nothing of the script is left, and wait; ``None``: exit."""
+        self._link.send(messages.Unwound())
+        return self.gate.wait_for_again()
+
+    def hang_up(self) -> None:
+        """Close the link to the agent."""
+        self._link.close()
 
     # --- the training thread's side ---
 
@@ -514,11 +584,14 @@ class _Worker:
         """At the interpreter's end: no thread of ours may still be inside torch, which aborts the process then."""
         self._ending = True
         self.finish()
+        # gloo waits until its time-out for a peer that died while they connected; a process that is to run its script
+        # again is replaced if that takes long
+        patience_s = UNWIND_TIMEOUT_S if self.gate.unwinds else None
         if self._preparing is not None:
             self._preparing.drop()
-            self._preparing.join()
+            self._preparing.join(patience_s)
         for thread in self._background:
-            thread.join()
+            thread.join(patience_s)
         if self._job is not None:
             self._job._leave()
 
@@ -538,6 +611,10 @@ class _Worker:
         del old, prepared
         gc.collect()
         self._link.send(messages.Retired(generation=generation, leaves=leaves))
+
+
+def _no_build(_world: World) -> Training:
+    raise AssertionError("the script has ended")
 
 
 def build_first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -39,6 +40,7 @@ class Link:
         self._on_tick = on_tick
         self._on_lost = on_lost
         self._writing = threading.Lock()
+        self._closing = False
         self._thread = threading.Thread(target=self._read, name="liverun-link", daemon=True)
 
     def start(self) -> None:
@@ -53,6 +55,14 @@ class Link:
         except OSError:
             return
 
+    def close(self) -> None:
+        """Stop reading and hang up; ``on_lost`` is not called for it. Not from the link's own thread."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
     def _read(self) -> None:
         pending = bytearray()
         while True:
@@ -65,7 +75,8 @@ class Link:
             except OSError:
                 received = b""
             if not received:
-                self._on_lost()
+                if not self._closing:
+                    self._on_lost()
                 return
             pending += received
             while (end := pending.find(b"\n")) >= 0:

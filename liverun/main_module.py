@@ -16,13 +16,16 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 from liverun.calls import run_call
 
 
-def run_as_main(mode: str, argv: list[str]) -> None:
-    """Run what a worker is there for; report what it raises as ``python`` would, then exit.
+def run_as_main(
+    mode: str, argv: list[str], report: Callable[[BaseException], None] | None = None
+) -> None:
+    """Run what a worker is there for; report what it raises as ``python`` would, or by ``report``, then exit.
 
     ``script`` runs a file, ``module`` what ``python -m`` runs, ``path`` a file with ``runpy.run_path`` and
     nothing added to ``sys.path``, ``function`` what :func:`liverun.calls.run_call` says.
@@ -64,11 +67,22 @@ def run_as_main(mode: str, argv: list[str]) -> None:
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001  (what the interpreter itself does at the top)
-        report_uncaught(error)
+        (report or report_uncaught)(error)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
+
+
+def reset_signals() -> None:
+    """Give every signal the handler that a fresh python has."""
+    for number in signal.valid_signals():
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def report_uncaught(error: BaseException) -> None:

@@ -16,7 +16,14 @@ of an older generation is ignored by both sides):
 ``r``; then ``Saved`` follows in place of ``Switched``, once it is written.
 
 ``Abort(g)`` drops what was prepared, at any time before Go. The first world has no world before it: it is
-prepared as any other, has no Check and no Arm, and its Go carries ``step=None``.
+prepared as any other, has no Check and no Arm, and its Go carries ``step=None``. (After a restart with another number
+of workers than before, its rank 0 is asked Check too.)
+
+A restart that keeps processes (see :mod:`liverun.again`):
+
+1. worker ``Ended``  -> its script has failed; the process waits for ``Unwind``, or for ``Leave``: then it exits.
+2. agent ``Unwind``  -> the worker gives its world up, lets its script come to an end, and answers ``Unwound``.
+3. agent ``Again``   -> the process closes this connection and runs the script once more, as another worker.
 """
 
 from __future__ import annotations
@@ -81,6 +88,8 @@ class Hello(Message):
     layout: Layout | None
     """what the script passed to join(); counts for the first world unless the launcher was told one"""
     protocol: int = PROTOCOL_VERSION
+    keeps: bool = False
+    """the process can run the script again: it will follow Unwind"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +201,19 @@ class Saved(Message):
     """how long writing took, beside the training"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ended(Message):
+    """The script has failed. The process waits for Unwind or Leave; its world's groups are closed."""
+
+    code: int
+    """what it will exit with"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unwound(Message):
+    """Nothing of the script runs any more, and nothing of its world is left; the process waits for Again."""
+
+
 # --- agent to worker ---------------------------------------------------------------------------------------------
 
 
@@ -278,3 +300,29 @@ class Stop(Message):
     reason: str
     save: bool = False
     """take a checkpoint there first: every rank waits at the same boundary"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unwind(Message):
+    """The world is given up: end the script, and wait."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave(Message):
+    """Exit, with the exit code of the script that has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again(Message):
+    """Run the script once more in this process, as another worker."""
+
+    worker: str
+    argv: list[str]
+    env: dict[str, str]
+    """the whole environment"""
+    cwd: str
+    stdout: str
+    """path of the file that standard output is appended to"""
+    stderr: str

@@ -32,6 +32,7 @@ import importlib.util
 import io
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -43,7 +44,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from liverun.main_module import run_as_main
+from liverun.again import run_until_done
+from liverun.main_module import reset_signals
+from liverun.messages import Again
 
 PRELOAD_ALWAYS = ("torch", "megatron.core", "resharding", "liverun.job")
 """imported when installed, before what the user asks for"""
@@ -78,12 +81,8 @@ class WorkerTask:
     def run(self, agent_pid: int) -> None:
         """Become the worker. Returns, or raises ``SystemExit``, when the script has ended."""
         os.setsid()
-        os.environ.clear()
-        os.environ.update(self.env)
-        self._redirect()
+        self._take_place()
         adopt(agent_pid)
-        os.chdir(self.cwd)
-        reset_signals()
         if self.numa is not None:
             bind_to_cpus_near_gpu(self.numa)
         if self.mode == "program" or self.fresh:
@@ -96,7 +95,23 @@ class WorkerTask:
                 sys.stderr.write(f"liverun: cannot start {command[0]}: {error.strerror}\n")
                 sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
         draw_other_random_numbers()
-        run_as_main(self.mode, list(self.argv))
+        run_until_done(self.mode, list(self.argv), self._again)
+
+    def _again(self, task: Again) -> None:
+        """Be another worker, in the same process."""
+        dataclasses.replace(
+            self, argv=task.argv, env=task.env, cwd=task.cwd, stdout=task.stdout, stderr=task.stderr
+        )._take_place()
+        random.seed()  # a fork does so by itself
+        draw_other_random_numbers()
+
+    def _take_place(self) -> None:
+        """Take over what one worker has and another has not: environment, files, folder, signals."""
+        os.environ.clear()
+        os.environ.update(self.env)
+        self._redirect()
+        os.chdir(self.cwd)
+        reset_signals()
 
     def _command(self) -> list[str]:
         """Return what runs this task in an interpreter of its own."""
@@ -145,21 +160,10 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def reset_signals() -> None:
-    """Give every signal the handler that a fresh python has."""
-    for number in signal.valid_signals():
-        if number not in (signal.SIGKILL, signal.SIGSTOP):
-            with contextlib.suppress(OSError, ValueError):
-                signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
 def draw_other_random_numbers() -> None:
     """Seed what would otherwise be the same in every fork, as it is different in every fresh interpreter."""
     numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is not None:  # python's own does so itself; torch starts from a constant in either case
+    if numpy_random is not None:  # python's own does so itself in a fork
         numpy_random.seed()
 
 

@@ -1,7 +1,7 @@
 """A worker without a model: steps by the clock, speaks liverun.messages, and misbehaves as told.
 
 ``FAKE_BEHAVE`` is JSON: worker id -> {"check": refusal, "prepare": "die" | "silent" | "fail: why", "late": times,
-"vote": "no: why" | "die", "join": "never" | "die", "long_step": file}.
+"vote": "no: why" | "die", "join": "never" | "die", "long_step": file, "fail_at": step, "unwind": "ignore" | "thread" | "patch"}.
 A long step ends when its file exists, the loop when the file named by ``FAKE_END`` does.
 """
 
@@ -15,17 +15,22 @@ import sys
 import threading
 from pathlib import Path
 
+from liverun.again import TOP
+from liverun.gate import Unwinding
 from liverun.layout import Layout
 from liverun.messages import (
     Abort,
+    Again,
     Arm,
     Armed,
     Cancel,
     Check,
     Checked,
+    Ended,
     Failed,
     Go,
     Hello,
+    Leave,
     Message,
     Prepare,
     Prepared,
@@ -34,6 +39,8 @@ from liverun.messages import (
     Saved,
     Stop,
     Switched,
+    Unwind,
+    Unwound,
     Where,
 )
 
@@ -53,6 +60,9 @@ class FakeWorker:
         self.go: Go | None = None
         self.stopped = False
         self.saves = False
+        self.unwinds = False
+        self.leaves = False
+        self.again: Again | None = None
         self.changed = threading.Condition()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.connect(os.environ["LIVERUN_SOCKET"])
@@ -66,6 +76,44 @@ class FakeWorker:
                 with self.changed:
                     self.heard(Message.decode(line))
                     self.changed.notify_all()
+                if self.again is not None:
+                    return
+
+    # --- what liverun.again asks of a worker that has joined ---
+
+    def give_up(self) -> None:
+        pass
+
+    def say_ended(self, code: int) -> bool:
+        self.say(Ended(code=code))
+        with self.changed:
+            self.changed.wait_for(lambda: self.unwinds or self.leaves or self.stopped)
+        return self.unwinds
+
+    def forget(self) -> None:
+        pass
+
+    def say_unwound(self) -> Again | None:
+        self.say(Unwound())
+        with self.changed:
+            self.changed.wait_for(lambda: self.again is not None or self.leaves or self.stopped)
+        return self.again
+
+    def hang_up(self) -> None:
+        self.listening.join()
+        self.socket.close()
+
+    def follow_unwind(self) -> None:
+        how = self.behave.get("unwind", "")
+        if how == "ignore":
+            print(f"{self.worker} does not come to its end", flush=True)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self.changed.wait_for(lambda: False)
+        if how == "thread":
+            threading.Thread(target=threading.Event().wait, name="reader", daemon=True).start()
+        if how == "patch":
+            vars(json)["timed"] = FakeWorker.say
+        raise Unwinding
 
     def heard(self, message: Message) -> None:
         if isinstance(message, Check):
@@ -89,6 +137,12 @@ class FakeWorker:
         elif isinstance(message, Stop):
             self.stopped = True
             self.saves = message.save
+        elif isinstance(message, Unwind):
+            self.unwinds = True
+        elif isinstance(message, Leave):
+            self.leaves = True
+        elif isinstance(message, Again):
+            self.again = message
 
     def prepare(self, message: Prepare) -> None:
         how = self.behave.get("prepare", "") if message.generation > 1 else self.behave.get("first", "")
@@ -121,6 +175,8 @@ class FakeWorker:
             )
         )  # fmt: skip
         self.say(Retired(generation=go.generation, leaves=me.rank is None))
+        if go.step is None:
+            self.say(Progress(generation=self.generation, step=self.step))
         print(f"{self.worker} has rank {self.rank} in generation {self.generation}", flush=True)
 
     def take_long(self, end: Path) -> None:
@@ -133,17 +189,24 @@ class FakeWorker:
         if self.behave.get("join") == "die":
             sys.exit(3)
         layout = Layout.parse(os.environ["FAKE_LAYOUT"]) if "FAKE_LAYOUT" in os.environ else None
-        self.say(Hello(worker=self.worker, pid=os.getpid(), layout=layout))
-        threading.Thread(target=self.listen, daemon=True).start()
+        self.say(Hello(worker=self.worker, pid=os.getpid(), layout=layout, keeps=TOP.keeps))
+        if TOP.keeps:
+            TOP.enter(self)
+        self.listening = threading.Thread(target=self.listen, name="liverun-link", daemon=True)
+        self.listening.start()
         with self.changed:
             while not self.stopped:
+                if self.unwinds:
+                    self.follow_unwind()
                 if self.rank is None:
-                    self.changed.wait_for(lambda: self.go is not None or self.stopped)
+                    self.changed.wait_for(lambda: self.go is not None or self.stopped or self.unwinds)
                     if self.go is not None:
                         self.switch()
                     continue
                 if self.armed is not None and self.armed.step == self.step:
-                    self.changed.wait_for(lambda: self.go is not None or self.armed is None or self.stopped)
+                    self.changed.wait_for(
+                        lambda: self.go is not None or self.armed is None or self.stopped or self.unwinds
+                    )
                     if self.go is not None:
                         self.switch()
                     continue
@@ -164,4 +227,7 @@ class FakeWorker:
 
 
 if __name__ == "__main__":
-    FakeWorker().run()
+    sys.path.append(str(Path(__file__).parent))
+    import fake_worker  # what goes on when the script has ended must not be of the module that is forgotten then
+
+    fake_worker.FakeWorker().run()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.decide import JOIN_PATIENCE_S, decide, next_deadline
+from launcher.failing import LEAVE_TIMEOUT_S, PATIENCE_S
 from launcher.generation import ARM_TIMEOUT_S, MAX_ARM_TRIES, RETIRE_TIMEOUT_S, ROOT_CAUSE_PATIENCE_S
 from launcher.model import (
     Action,
@@ -50,9 +51,11 @@ from liverun.messages import (
     Cancel,
     Check,
     Checked,
+    Ended,
     Failed,
     Go,
     Hello,
+    Leave,
     Message,
     Prepare,
     Prepared,
@@ -106,7 +109,7 @@ class Drive:
         elif isinstance(action, Boot):
             rank = 0
             for node in action.nodes:
-                for _ in range(node.nproc):
+                for _ in range(node.boot):
                     self._start(node.id, rank)
                     rank += 1
         elif isinstance(action, Fork):
@@ -143,7 +146,8 @@ class Drive:
         return self.state.proposal.generation
 
     def checked(self, refusal: str | None = None) -> list[Action]:
-        return self.say(self.ranks()[0], Checked(generation=self.generation, refusal=refusal))
+        asked = self.ranks()[0] if self.state.world is not None else self.members()[0]
+        return self.say(asked, Checked(generation=self.generation, refusal=refusal))
 
     def ranks(self) -> tuple[str, ...]:
         assert self.state.world is not None
@@ -742,6 +746,68 @@ def test_every_restart_counts_and_the_budget_is_the_jobs() -> None:
     assert drive.state.world is not None
     assert drive.state.world.generation == 2
     assert the(End, drive.feed(Exited(worker=again[1], code=1))).outcome == "failed"
+
+
+def training(**more: Any) -> Drive:
+    """Two ranks that have made steps, in a job that keeps processes over a restart."""
+    drive = Drive(keeps=True, max_restarts=2, **more).first_world()
+    drive.progress(0)
+    drive.progress(5)
+    return drive
+
+
+def test_a_failure_waits_a_moment_for_the_end_of_a_peer_that_explains_it() -> None:
+    drive = training()
+    assert not sent(Leave, drive.say("w0", Ended(code=1)))
+    assert next_deadline(drive.state) == drive.now + PATIENCE_S
+    restart = the(Restart, drive.feed(Exited(worker="w1", code=-9)))
+    assert restart.keep
+    assert "worker w1 (rank 1) failed: killed by SIGKILL" in restart.reason
+    assert not drive.state.failing
+
+
+def test_the_first_to_fail_is_told_to_leave_and_killed_if_it_does_not() -> None:
+    drive = training()
+    drive.say("w1", Ended(code=1))
+    drive.say("w0", Ended(code=1))
+    drive.now += PATIENCE_S
+    assert sent(Leave, drive.feed(Tick())) == [("w1", Leave())]
+    assert not sent(Leave, drive.feed(Tick()))
+    drive.now += LEAVE_TIMEOUT_S
+    assert the(Kill, drive.feed(Tick())).worker == "w1"
+    restart = the(Restart, drive.feed(Exited(worker="w1", code=1)))
+    assert restart.keep
+    assert "worker w1 (rank 1) failed" in restart.reason
+
+
+def test_where_nothing_follows_whose_script_has_failed_is_told_to_leave_at_once() -> None:
+    drive = training()
+    drive.feed(StopAsked(reason="liverun stop"))
+    assert sent(Leave, drive.say("w0", Ended(code=1))) == [("w0", Leave())]
+    drive = training()
+    assert sent(Leave, drive.say("w2", Ended(code=1))) == [("w2", Leave())]  # a standby: nobody misses it
+    drive = Drive(keeps=True).first_world()  # no restart is left
+    drive.say("w0", Ended(code=1))
+    assert sent(Leave, drive.feed(Exited(worker="w1", code=-9))) == [("w0", Leave())]
+
+
+def test_an_attempt_without_a_step_keeps_no_process() -> None:
+    drive = Drive(keeps=True, max_restarts=2).first_world()
+    drive.progress(5)  # where it began, from a checkpoint
+    assert not the(Restart, drive.feed(Exited(worker="w1", code=1))).keep
+
+
+def test_the_world_that_was_lost_comes_back() -> None:
+    drive = training()
+    drive.resized(workers=4, layout=Layout(tp=2))
+    drive.feed(Exited(worker="w1", code=-9))
+    boot = of(Boot, drive.actions)[-1]
+    assert [node.boot for node in boot.nodes] == [4]
+    drive.hello(*(worker.id for worker in drive.state.workers.values() if worker.boot_rank is not None))
+    drive.prepared()
+    drive.voted()
+    assert drive.state.world is not None
+    assert (drive.state.world.layout, len(drive.ranks())) == (Layout(tp=2), 4)
 
 
 def test_a_dead_standby_is_replaced_but_not_for_ever() -> None:

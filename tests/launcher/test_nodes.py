@@ -14,12 +14,14 @@ from launcher.model import (
     HandoverFailed,
     NodeLeaving,
     NodeLost,
+    Phase,
     Restart,
+    Send,
     Tick,
 )
 from launcher.nodes import JOIN_PATIENCE_S
 from liverun.layout import Layout
-from liverun.messages import Checked, Retired, Stop
+from liverun.messages import Check, Checked, Retired, Stop
 
 
 class Nodes(Drive):
@@ -39,7 +41,7 @@ class Nodes(Drive):
     def go(self) -> None:
         """Take what is proposed to its end."""
         while self.state.proposal is not None:
-            if self.state.world is not None and not self.state.proposal.prepared:
+            if self.state.proposal.phase is Phase.PROPOSED:
                 self.checked()
             self.prepared()
             if self.state.world is not None:
@@ -173,6 +175,24 @@ def test_a_restart_with_fewer_nodes_takes_a_layout_that_fits() -> None:
     drive.greet()
     drive.go()
     assert drive.state.world.layout == Layout(tp=2)
+
+
+def test_a_world_that_the_batch_does_not_allow_after_a_loss_is_made_smaller() -> None:
+    drive = Nodes(3, max_restarts=1)
+    drive.feed(NodeLost(node="n2", reason="silence"))
+    drive.greet()
+    assert drive.state.proposal is not None
+    number, first = drive.generation, drive.members()[0]
+    asked = [action for action in of(Send, drive.actions) if isinstance(action.message, Check)][-1]
+    assert asked == Send(worker=first, message=Check(generation=number, layout=Layout(), world_size=4))
+    drive.say(first, Checked(generation=number, refusal="the batch is not a multiple of 4"))
+    spare = next(worker for worker in drive.state.workers.values() if worker.state == "standby")
+    drive.say(first, Checked(generation=number + 1, refusal=None))
+    drive.prepared()
+    drive.voted()
+    assert len(drive.ranks()) == 3
+    assert spare.id not in drive.ranks()
+    assert spare.boot_rank is None
 
 
 def test_a_plain_script_starts_again_once_for_all_who_came() -> None:

@@ -40,6 +40,7 @@ def strategy(kind: type[Message]) -> st.SearchStrategy[Message]:
         "bool": st.booleans(),
         "float": st.floats(0, 1e9),
     }
+    plain |= {"list[str]": st.lists(st.text()), "dict[str, str]": st.dictionaries(st.text(), st.text())}
     plain |= {"str | None": st.none() | st.text(), "int | None": st.none() | st.integers()}
     own = {
         field.name: more[field.name] if field.name in more else plain[str(field.type)]
