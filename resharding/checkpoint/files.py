@@ -7,7 +7,6 @@ nobody waits for anybody. Needs no torch: elements are unsigned integers of thei
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -163,12 +162,6 @@ class Files:
         for file in self._open.values():
             os.fsync(file)
 
-    def begin_sync(self) -> None:
-        """Have the system begin to write out what was written here, and wait for nothing; a hint."""
-        if _sync_file_range is not None:
-            for file in self._open.values():
-                _sync_file_range(file, 0, 0, _SYNC_FILE_RANGE_WRITE)  # what goes wrong, fsync will say
-
     def create(self, name: str, header: bytes, nbytes: int) -> None:
         """Write a file's header and reserve its space; whoever writes into it need not wait for this.
 
@@ -287,10 +280,6 @@ class Files:
             into, at = into[count:], at + count
 
 
-_SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _NOT_THERE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 """a file system that cannot reserve space"""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}

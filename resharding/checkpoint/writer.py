@@ -180,14 +180,9 @@ def write_share(
             sizes = {file.name: file.nbytes for file in plan.index.files}
             for name, header in plan.headers.items():
                 files.create(name, header, sizes[name])
-        turned = list(_turned(plan.index, rank, parts))
-        rows = {tensor.key: tensor.global_shape[-1:] for tensor in plan.index.whole}
-        for narrow in (False, True):  # parts of rows take long to place; the disk works on all else meanwhile
-            for part in turned:
-                if (part.data.shape[-1:] < rows[part.key]) is narrow:
-                    for entry, offset, data in slices_of(plan.index, part):
-                        files.write(entry, offset, data)
-            files.begin_sync()
+        for part in _turned(plan.index, rank, parts):
+            for entry, offset, data in slices_of(plan.index, part):
+                files.write(entry, offset, data)
         sync = _Beside(files.sync)  # the disk works while digests are computed
         found = sums_of(plan.index, parts)
         sync.result()

@@ -24,7 +24,6 @@ def write(folder: Path, columns: tuple[int, int], rows: tuple[int, int], begin=l
         if begin() == 0:  # one of them, while the others have begun
             files.create(ENTRY.file, HEADERS[ENTRY.file], ENTRY.begin + ENTRY.nbytes)
         files.write(ENTRY, (0, rows[0], columns[0]), np.ascontiguousarray(box))
-        files.begin_sync()
 
 
 def content(folder: Path) -> np.ndarray:
