@@ -13,8 +13,8 @@ no CUDA device goes through this:
 4. Again brings the next worker's environment, arguments and files. The process closes its link, and begins at the
    top of the script. Modules stay imported, and with them whatever the script keeps in them.
 
-A process in which a thread of the script still runs is not clean: it exits, and a new one takes its place. So does
-one whose script does not come to its end, in the launcher's time-out.
+A process in which a thread of the script still runs, or in which the script has replaced functions of a library, is
+not clean: it exits, and a new one takes its place. So does one whose script does not come to its end in time.
 
 Nothing here imports torch: the template may have been told to import nothing.
 """
@@ -38,6 +38,7 @@ from typing import Any, Protocol
 
 from liverun.main_module import report_uncaught, run_as_main
 from liverun.messages import Again
+from liverun.patches import patched
 
 MODE_VARIABLE = "LIVERUN_RESTART_MODE"
 THREADS_TIMEOUT_S = 3.0
@@ -88,6 +89,16 @@ class Top:
 
 TOP = Top()
 """of this process"""
+
+
+class _Before:
+    """What a process was like before it ran the script."""
+
+    def __init__(self) -> None:
+        self.path = list(sys.path)
+        self.handlers = list(logging.root.handlers)
+        self.threads = set(threading.enumerate())
+        self.imported = frozenset(sys.modules)
 
 
 class _Hook:
@@ -156,14 +167,13 @@ def run_until_done(mode: str, argv: list[str], take_place: Callable[[Again], Non
         run_as_main(mode, argv)
         return
     TOP.keeps = True
-    hooks, path, handlers = _Hooks(), list(sys.path), list(logging.root.handlers)
-    threads = set(threading.enumerate())
+    before, hooks = _Before(), _Hooks()
     while True:
         code = _run(mode, argv)
         joined = TOP.joined
         if joined is None or not _runs_again(joined, code):
             break
-        task = _unwind(joined, hooks, path, handlers, threads)
+        task = _unwind(joined, hooks, before)
         if task is None:
             break
         TOP.joined = joined = None
@@ -202,18 +212,17 @@ def _runs_again(joined: Joined, code: int) -> bool:
     return code != 0 and joined.say_ended(code)
 
 
-def _unwind(
-    joined: Joined, hooks: _Hooks, path: list[str], handlers: list[logging.Handler], threads: set[threading.Thread]
-) -> Again | None:
+def _unwind(joined: Joined, hooks: _Hooks, before: _Before) -> Again | None:
     """Make the process what it was before it ran the script, and wait for the next task; ``None``: exit."""
     joined.give_up()
     hooks.run()
     joined.forget()
-    clean(path, handlers)
-    left = _threads_left(threads)
-    if left:
-        names = ", ".join(sorted(thread.name for thread in left))
-        sys.stderr.write(f"liverun: the script has left threads behind ({names}), so this process ends\n")
+    stays = patched(before.imported, sys.modules["__main__"])
+    clean(before)
+    if stays is None:
+        stays = ", ".join(sorted(thread.name for thread in _threads_left(before.threads)))
+    if stays:
+        sys.stderr.write(f"liverun: the script has left something behind ({stays}), so this process ends\n")
         return None
     task = joined.say_unwound()
     if task is not None:
@@ -221,17 +230,17 @@ def _unwind(
     return task
 
 
-def clean(path: list[str], handlers: list[logging.Handler]) -> None:
+def clean(before: _Before) -> None:
     """Drop what a script leaves in its process, and everything that holds on to its tensors."""
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)
     vars(sys.modules["__main__"]).clear()  # a function that somebody still holds would keep all of it
     vars(sys.modules["__main__"]).update(__name__="__main__", __builtins__=builtins)
-    sys.path[:] = path
+    sys.path[:] = before.path
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
     signal.setitimer(signal.ITIMER_REAL, 0)
-    for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
+    for handler in [handler for handler in logging.root.handlers if handler not in before.handlers]:
         logging.root.removeHandler(handler)
     if "liverun.fence" in sys.modules:
         importlib.import_module("liverun.fence").forget()

@@ -70,6 +70,11 @@ class Launched:
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
+    def ranks(self) -> dict[int, int]:
+        """Pids by rank."""
+        workers = [worker for node in self.status()["nodes"] for worker in node["workers"]]
+        return {worker["rank"]: worker["pid"] for worker in workers if worker["rank"] is not None}
+
     def events(self) -> list[dict[str, Any]]:
         found = sorted(self.run_dir.rglob("events.jsonl"))
         return [event for path in found for event in read_lines(path)]

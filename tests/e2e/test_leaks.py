@@ -1,4 +1,4 @@
-"""Thirty changes back and forth leave nothing behind in the processes that live through them."""
+"""Thirty changes back and forth, and restarts, leave nothing behind in the processes that live through them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from .conftest import PROBE
-from .launch import Launched, read_lines
+from .launch import ROOT, Launched, read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+AGAIN = str(ROOT / "tests" / "e2e" / "again.py")
 NUM_CHANGES = 30
 
 
@@ -63,3 +65,41 @@ def test_groups_threads_descriptors_and_tensors_are_flat_over_thirty_changes(
 
 def has_retired(job: Launched, generation: int) -> bool:
     return any(event["kind"] == "retired" and event["generation"] == generation for event in job.events())
+
+
+NUM_RESTARTS = 7
+
+
+def test_a_process_that_lives_through_restarts_keeps_nothing_of_them(
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Rank 1 is killed again and again, every other time while a resize prepares; the script swallows what fails."""
+    out = tmp_path / "out"
+    out.mkdir()
+    job = launch(
+        AGAIN, str(out), *train_arguments(out, steps=5000), nproc=2,
+        options=(f"--checkpoint-dir={tmp_path / 'saved'}", "--checkpoint-every=5", "--keep-last=2",
+                 f"--max-restarts={NUM_RESTARTS}"),
+    )  # fmt: skip
+    job.until_trains()
+    stays, reached = job.ranks()[0], 0
+    for number in range(1, NUM_RESTARTS + 1):
+        job.until("new steps", lambda: (job.status()["step"] or 0) > reached + 10)  # noqa: B023
+        reached, victim = job.status()["step"], job.ranks()[1]
+        if number % 2 == 0:
+            seen = job.kinds().count("preparing")
+            assert job.resize("--layout=tp=2", "--no-wait").returncode == 0
+            job.until("a change", lambda: job.kinds().count("preparing") > seen)  # noqa: B023
+        psutil.Process(victim).kill()
+        job.until("the restart", lambda: job.kinds().count("world") == number + 1)  # noqa: B023
+        assert job.ranks()[0] == stays, job.output()
+    job.until("new steps", lambda: (job.status()["step"] or 0) > reached + 10)
+    job.cli("stop", job.job)
+    rows = [row for row in read_lines(out / "resources.jsonl") if row["pid"] == stays]
+    last = {row["generation"]: row for row in rows}
+    settled = [last[generation] for generation in sorted(last)]
+    assert len(settled) == NUM_RESTARTS + 1
+    for name, slack in (("groups", 1), ("threads", 1), ("descriptors", 1), ("tensors", 1), ("resident", 1.03)):
+        numbers = [row[name] for row in settled]
+        assert min(numbers[-3:]) <= max(numbers[:3]) * slack, f"{name} grow: {numbers}"
+    assert settled[-1]["python_threads"] == settled[0]["python_threads"]

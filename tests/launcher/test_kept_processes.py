@@ -148,7 +148,7 @@ def test_a_survivor_that_leaves_a_thread_behind_is_replaced(bed: Bed) -> None:
     kill(before[1])
     agent.event("world", 2)
     assert not {*before.values()} & {*ranks(agent).values()}
-    assert "left threads behind (reader)" in agent.log("w0", "stderr")
+    assert "left something behind (reader)" in agent.log("w0", "stderr")
     assert failures(agent) == [("w1", -9)]
     assert agent.finish() == 0
 

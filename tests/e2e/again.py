@@ -1,0 +1,64 @@
+"""Trains like examples/gpt/train.py, in a main module that patches nothing, and swallows whatever a step raises.
+
+    again.py OUT [train.py's arguments]
+
+Into ``OUT/resources.jsonl``: what the process holds, at every step.
+"""
+
+import gc
+import os
+import sys
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "examples" / "gpt"))
+
+import torch  # noqa: E402
+import train  # noqa: E402
+from model import build_model, build_optimizer  # noqa: E402
+
+import liverun  # noqa: E402
+from liverun import fence  # noqa: E402
+
+OUT = Path(sys.argv.pop(1))
+
+
+def main():
+    args = train.parse_arguments()
+    dataset, _ = train.open_datasets(
+        args.data_path, args.seq_length, args.seed, args.train_steps * args.global_batch_size, args.global_batch_size
+    )
+
+    def build(world):
+        world.seed(args.seed)
+        model = build_model(args, world.layout, world.device)
+        optimizer, scheduler = build_optimizer(args, model)
+        return liverun.Training(model=model, optimizer=optimizer, scheduler=scheduler)
+
+    job = liverun.join(build, global_batch_size=args.global_batch_size, micro_batch_size=args.micro_batch_size)
+    while job.unfinished(args.train_steps):
+        with job.step() as step:
+            try:
+                train.train_step(args, job.training, dataset, step)
+            except Exception as error:
+                print(f"step {step.index} swallows {type(error).__name__}", file=sys.stderr, flush=True)
+            train.append_line(OUT / "resources.jsonl", resources(step.world.generation))
+
+
+def resources(generation):
+    gc.collect()
+    status = Path("/proc/self/status").read_text().splitlines()
+    return {
+        "generation": generation,
+        "pid": os.getpid(),
+        "groups": len(fence.registered_groups()),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "python_threads": sorted(thread.name for thread in threading.enumerate()),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "tensors": sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()),
+        "resident": next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")),
+    }
+
+
+main()
