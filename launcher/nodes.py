@@ -216,7 +216,8 @@ def _gather(turn: Turn) -> None:
     if len(there) < state.max_nodes and not again and turn.now < state.last_arrival + state.last_call_s:
         turn.set(reason=f"waits {state.last_call_s:g} s for more nodes: {len(there)} of {state.max_nodes} are there")
         return
-    if state.restarts and not state.resumed:
+    told = state.last_restart["restart"] if state.last_restart is not None else 0
+    if state.restarts != told and not state.resumed:
         _tell_restart(turn)
     for node in there:
         boot = min(state.shares_before.get(node.id, node.nproc), node.nproc + node.standbys)

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
+import faulthandler
 import gc
 import importlib
 import logging
@@ -223,7 +225,8 @@ def _unwind(joined: Joined, hooks: _Hooks, before: _Before) -> Again | None:
         stays = ", ".join(sorted(thread.name for thread in _threads_left(before.threads)))
     if stays:
         sys.stderr.write(f"liverun: the script has left something behind ({stays}), so this process ends\n")
-        return None
+        sys.stdout.flush()
+        os._exit(1)  # its hooks have been run; the interpreter would wait for its threads
     task = joined.say_unwound()
     if task is not None:
         joined.hang_up()
@@ -240,6 +243,7 @@ def clean(before: _Before) -> None:
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
     signal.setitimer(signal.ITIMER_REAL, 0)
+    _reset_faulthandler()
     for handler in [handler for handler in logging.root.handlers if handler not in before.handlers]:
         logging.root.removeHandler(handler)
     if "liverun.fence" in sys.modules:
@@ -248,6 +252,16 @@ def clean(before: _Before) -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+def _reset_faulthandler() -> None:
+    """Take faulthandler's handlers back: it would not put up again what ``reset_signals`` has removed."""
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.disable()
+    for number in signal.valid_signals():
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            with contextlib.suppress(ValueError, RuntimeError):  # those it has for itself
+                faulthandler.unregister(number)
 
 
 def _threads_left(before: set[threading.Thread]) -> list[threading.Thread]:

@@ -267,3 +267,6 @@ def destroy(groups: list[Any]) -> None:
     groups.clear()
     # new_group() leaves a note about groups that this rank is no member of
     c10d._world.pg_group_ranks.pop(c10d.GroupMember.NON_GROUP_MEMBER, None)
+    # and destroy_process_group() an empty list for every group there was
+    for tag in [tag for tag, tagged in c10d._world.tags_to_pg.items() if not tagged]:
+        del c10d._world.tags_to_pg[tag]

@@ -38,6 +38,9 @@ from liverun.switch import Outcome, Position, switch
 from liverun.world import Training, World
 from resharding import megatron
 
+UNWIND_TIMEOUT_S = 3.0
+"""how long a thread of ours may take to come to its end before the script runs again"""
+
 ChangeCallback = Callable[[World], None]
 
 
@@ -581,11 +584,14 @@ class _Worker:
         """At the interpreter's end: no thread of ours may still be inside torch, which aborts the process then."""
         self._ending = True
         self.finish()
+        # gloo waits until its time-out for a peer that died while they connected; a process that is to run its script
+        # again is replaced if that takes long
+        patience_s = UNWIND_TIMEOUT_S if self.gate.unwinds else None
         if self._preparing is not None:
             self._preparing.drop()
-            self._preparing.join()
+            self._preparing.join(patience_s)
         for thread in self._background:
-            thread.join()
+            thread.join(patience_s)
         if self._job is not None:
             self._job._leave()
 

@@ -85,6 +85,7 @@ class Next:
         if self.late is not None:
             self.late.give_up()
         if self.standing is not None:
+            megatron.let_go(self.standing.training.model)
             fence.destroy(self.standing.globals.groups)
 
 
@@ -167,11 +168,11 @@ class Preparation:
             self._discarding = threading.Thread(target=ready.discard, name="liverun-discard", daemon=True)
             self._discarding.start()
 
-    def join(self) -> None:
-        """Wait until nothing of this attempt runs any more; the time-outs of the attempt bound it."""
-        self._thread.join()
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing of this attempt runs any more; its own time-outs bound it, or ``timeout_s``."""
+        self._thread.join(timeout_s)
         if self._discarding is not None:
-            self._discarding.join()
+            self._discarding.join(timeout_s)
 
     def take(self) -> Next:
         """Hand over what is ready; from here on it is the caller's."""
@@ -182,9 +183,12 @@ class Preparation:
 
     def _run(self) -> None:
         made: list[fence.Globals] = []
+        built: list[Training] = []
         try:
-            ready = self._prepare(made)
+            ready = self._prepare(made, built)
         except Exception as error:  # noqa: BLE001 - whatever a script's build raises must not end the training
+            for training in built:
+                megatron.let_go(training.model)
             for there in made:
                 fence.destroy(there.groups)
             with self._deciding:
@@ -200,7 +204,7 @@ class Preparation:
         else:
             self._on_ready(ready)
 
-    def _prepare(self, made: list[fence.Globals]) -> Next:
+    def _prepare(self, made: list[fence.Globals], built: list[Training]) -> Next:
         started = time.perf_counter()
         spec, device = self.spec, self._device
         limit = timedelta(seconds=spec.timeout_s)
@@ -217,6 +221,7 @@ class Preparation:
             there = fence.new_globals(spec.generation)
             made.append(there)
             standing = self._build_beside(spec, me, there, store)
+            built.append(standing.training)
         outgoing: dict[str, torch.Tensor] = {}
         incoming: dict[str, torch.Tensor] = {}
         source = present.holding if present else boxes.Holding.of([])

@@ -2,7 +2,8 @@
 
     again.py OUT [train.py's arguments]
 
-Into ``OUT/resources.jsonl``: what the process holds, at every step.
+Into ``OUT/resources.jsonl``: what the process holds, at every step. What will be rank 1 never comes to the end of
+preparing a change of world, and touches ``OUT/hangs-GENERATION``.
 """
 
 import gc
@@ -30,18 +31,24 @@ def main():
         args.data_path, args.seq_length, args.seed, args.train_steps * args.global_batch_size, args.global_batch_size
     )
 
+    joined = []
+
     def build(world):
+        if joined and world.rank == 1:
+            (OUT / f"hangs-{world.generation}").touch()
+            threading.Event().wait()
         world.seed(args.seed)
         model = build_model(args, world.layout, world.device)
         optimizer, scheduler = build_optimizer(args, model)
         return liverun.Training(model=model, optimizer=optimizer, scheduler=scheduler)
 
     job = liverun.join(build, global_batch_size=args.global_batch_size, micro_batch_size=args.micro_batch_size)
+    joined.append(job)
     while job.unfinished(args.train_steps):
         with job.step() as step:
             try:
                 train.train_step(args, job.training, dataset, step)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 print(f"step {step.index} swallows {type(error).__name__}", file=sys.stderr, flush=True)
             train.append_line(OUT / "resources.jsonl", resources(step.world.generation))
 

@@ -1,7 +1,7 @@
 """A worker without a model: steps by the clock, speaks liverun.messages, and misbehaves as told.
 
 ``FAKE_BEHAVE`` is JSON: worker id -> {"check": refusal, "prepare": "die" | "silent" | "fail: why", "late": times,
-"vote": "no: why" | "die", "join": "never" | "die", "long_step": file, "fail_at": step, "unwind": "ignore" | "thread"}.
+"vote": "no: why" | "die", "join": "never" | "die", "long_step": file, "fail_at": step, "unwind": "ignore" | "thread" | "patch"}.
 A long step ends when its file exists, the loop when the file named by ``FAKE_END`` does.
 """
 
@@ -111,6 +111,8 @@ class FakeWorker:
             self.changed.wait_for(lambda: False)
         if how == "thread":
             threading.Thread(target=threading.Event().wait, name="reader", daemon=True).start()
+        if how == "patch":
+            vars(json)["timed"] = FakeWorker.say
         raise Unwinding
 
     def heard(self, message: Message) -> None:

@@ -142,13 +142,14 @@ def test_a_survivor_that_does_not_come_to_its_end_is_killed_and_replaced(bed: Be
     assert agent.finish() == 0
 
 
-def test_a_survivor_that_leaves_a_thread_behind_is_replaced(bed: Bed) -> None:
-    agent = bed.fake(2, 0, "--max-restarts", "1", behave={"w0": {"unwind": "thread"}})
+@pytest.mark.parametrize(("what", "name"), [("thread", "reader"), ("patch", "json.timed")])
+def test_a_survivor_that_leaves_something_behind_is_replaced(bed: Bed, what: str, name: str) -> None:
+    agent = bed.fake(2, 0, "--max-restarts", "1", behave={"w0": {"unwind": what}})
     before = trained(agent)
     kill(before[1])
     agent.event("world", 2)
     assert not {*before.values()} & {*ranks(agent).values()}
-    assert "left something behind (reader)" in agent.log("w0", "stderr")
+    assert f"left something behind ({name})" in agent.log("w0", "stderr")
     assert failures(agent) == [("w1", -9)]
     assert agent.finish() == 0
 
