@@ -30,7 +30,8 @@ def patched(imported: frozenset[str], main: types.ModuleType) -> str | None:
     Found are functions of the main module wherever they are, and functions of any file of the user's in a library:
     in what was ``imported`` before the script began, or is installed.
     """
-    files = {file for name in imported if (file := getattr(sys.modules.get(name), "__file__", None))}
+    stay = imported - {"__main__"}
+    files = {file for name in stay if (file := getattr(sys.modules.get(name), "__file__", None))}
     for name, module in list(sys.modules.items()):
         if module is main or not isinstance(module, types.ModuleType):
             continue

@@ -102,7 +102,7 @@ def test_a_process_that_lives_through_restarts_keeps_nothing_of_them(
         for generation in sorted({row["generation"] for row in rows})
     ]
     assert len(settled) == NUM_RESTARTS + 1
-    for name, slack in (("groups", 1), ("threads", 1), ("descriptors", 1), ("tensors", 1), ("resident", 1.03)):
+    for name, slack in (("groups", 1), ("threads", 1), ("descriptors", 1), ("tensors", 1), ("resident", 1.1)):
         numbers = [row[name] for row in settled]
         assert min(numbers[-3:]) <= max(numbers[:3]) * slack, f"{name} grow: {numbers}"
     assert settled[-1]["python_threads"] == settled[0]["python_threads"]
