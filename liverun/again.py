@@ -38,7 +38,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
-from liverun.main_module import report_uncaught, run_as_main
+from liverun.main_module import report_uncaught, reset_signals, run_as_main
 from liverun.messages import Again
 from liverun.patches import patched
 
@@ -244,6 +244,7 @@ def clean(before: _Before) -> None:
     threading.excepthook = threading.__excepthook__
     signal.setitimer(signal.ITIMER_REAL, 0)
     _reset_faulthandler()
+    reset_signals()
     for handler in [handler for handler in logging.root.handlers if handler not in before.handlers]:
         logging.root.removeHandler(handler)
     if "liverun.fence" in sys.modules:

@@ -74,6 +74,17 @@ def run_as_main(
         sys.exit(1)
 
 
+def reset_signals() -> None:
+    """Give every signal the handler that a fresh python has."""
+    for number in signal.valid_signals():
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def report_uncaught(error: BaseException) -> None:
     """Print a traceback without our own frames, and leave the error file that torch's launcher would read."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}

@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from liverun.again import run_until_done
+from liverun.main_module import reset_signals
 from liverun.messages import Again
 
 PRELOAD_ALWAYS = ("torch", "megatron.core", "resharding", "liverun.job")
@@ -157,17 +158,6 @@ def adopt(agent_pid: int) -> None:
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent ends (prctl(2), Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def reset_signals() -> None:
-    """Give every signal the handler that a fresh python has."""
-    for number in signal.valid_signals():
-        if number not in (signal.SIGKILL, signal.SIGSTOP):
-            with contextlib.suppress(OSError, ValueError):
-                signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def draw_other_random_numbers() -> None:

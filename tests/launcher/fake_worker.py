@@ -227,6 +227,7 @@ class FakeWorker:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent))
     import fake_worker  # what goes on when the script has ended must not be of the module that is forgotten then
 
     fake_worker.FakeWorker().run()
