@@ -137,6 +137,7 @@ def test_a_survivor_that_does_not_come_to_its_end_is_killed_and_replaced(bed: Be
     agent.event("world", 2)
     after = ranks(agent)
     assert [after[rank] == before[rank] for rank in range(3)] == [False, False, True]
+    assert not alive(before[0])
     assert "worker w0 has not left its script in 1 s; it gets a new process" in agent.stderr()
     assert failures(agent) == [("w1", -9)]
     assert agent.finish() == 0

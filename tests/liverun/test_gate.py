@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from liverun.gate import Gate, Stopped
+from liverun.gate import Gate, Stopped, Unwinding
 from liverun.layout import Layout
 from liverun.messages import Prepare
 
@@ -22,8 +22,8 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> None:
         try:
             result.append(call())
-        except Stopped as stopped:
-            result.append(stopped)
+        except (Stopped, Unwinding) as end:
+            result.append(end)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -43,6 +43,30 @@ def until_blocked(gate: Gate) -> None:
         with gate._changed:
             if gate._changed._waiters:  # type: ignore[attr-defined]
                 return
+
+
+def test_a_world_that_is_given_up_ends_every_wait_and_every_boundary_from_then_on() -> None:
+    gate = Gate()
+    standby = in_thread(gate.wait_for_world)
+    until_blocked(gate)
+    gate.unwind("rank 1 is gone")
+    assert str(standby()) == "rank 1 is gone"
+    for _ in range(2):  # a script may catch what it should not
+        with pytest.raises(Unwinding, match="rank 1 is gone"):
+            gate.pass_boundary(7)
+    armed = Gate()
+    assert not armed.arm(2, 3).late
+    waiting = in_thread(lambda: armed.pass_boundary(3))
+    until_blocked(armed)
+    armed.unwind("so it is")
+    assert isinstance(waiting(), Unwinding)
+    assert armed.wait_for_verdict()
+    leaving = Gate()
+    verdict = in_thread(leaving.wait_for_verdict)
+    until_blocked(leaving)
+    leaving.leave()
+    assert verdict() is False
+    assert leaving.wait_for_again() is None
 
 
 def test_nothing_armed_lets_every_boundary_pass() -> None:
