@@ -41,6 +41,7 @@ from launcher.model import (
     JobState,
     Kill,
     Node,
+    NodeAway,
     NodeCleared,
     NodeEntered,
     NodeLeaving,
@@ -212,6 +213,10 @@ class Controller:
         """Hear that the agent of a node is gone without a word."""
         if self._nodes.pop(node, None) is not None:
             self.tell(NodeLost(node=node, reason=reason))
+
+    def seen(self, node: str, *, away: bool) -> None:
+        """Hear that the connection of a node's agent has ended, or that there is one again."""
+        self.tell(NodeAway(node=node, away=away))
 
     def heard(self, node: str, report: Report) -> None:
         """Hear what a node reports."""

@@ -22,6 +22,7 @@ from launcher.model import (
     HandoverFailed,
     JobState,
     Node,
+    NodeAway,
     NodeCleared,
     NodeEntered,
     NodeLeaving,
@@ -72,6 +73,9 @@ def decide(now: float, state: JobState, event: Event) -> Decision:
         case NodeLost():
             if event.node in state.nodes:
                 _node_lost(turn, event.node, event.reason)
+        case NodeAway():
+            if event.node in state.nodes:
+                turn.set_node(event.node, away=event.away)
         case NodeLeaving():
             if event.node in state.nodes:
                 _node_leaving(turn, event)

@@ -3,7 +3,8 @@
 Where processes are kept over a restart, a worker whose script has failed says Ended and waits. Its failure may only
 be what it saw of another's: so for a moment nothing happens. If by then no worker and no node was lost, the first to
 say so is told to leave; its exit is the failure. The others are told to unwind by the restart that follows, or to
-leave as well if there is none.
+leave as well if there is none. While the connection of a node with ranks is broken, nobody is told: that node may
+be lost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def settle(turn: Turn) -> None:
     if not state.failing:
         return
     over = state.phase == "ending" or state.stopping is not None
-    first = next(iter(state.failing))
+    first = None if _may_be_lost(state) else next(iter(state.failing))
     for worker, one in state.failing.items():
         if one.told and turn.now >= one.deadline:
             turn.do(Kill(worker=worker, reason="its script has failed, and it does not exit"))
@@ -41,7 +42,13 @@ def settle(turn: Turn) -> None:
 
 def deadlines(state: JobState) -> list[float]:
     """When time alone changes something here."""
-    return [one.deadline for number, one in enumerate(state.failing.values()) if one.told or number == 0]
+    first = None if _may_be_lost(state) else next(iter(state.failing), None)
+    return [one.deadline for worker, one in state.failing.items() if one.told or worker == first]
+
+
+def _may_be_lost(state: JobState) -> bool:
+    """Whether a node with ranks may be lost: then it is soon, or is back."""
+    return any(state.nodes[node].away for node in state.ranked_nodes() if node in state.nodes)
 
 
 def _set(turn: Turn, worker: str, one: Failing) -> None:

@@ -38,7 +38,9 @@ def dump_state(state: JobState, *, without: str) -> dict[str, Any]:
         },
         "failing": {},
         "nodes": [
-            {**dataclasses.asdict(node), "retry_at": 0.0} for node in state.nodes.values() if node.id != without
+            {**dataclasses.asdict(node), "retry_at": 0.0, "away": False}
+            for node in state.nodes.values()
+            if node.id != without
         ],
         "handing_over": False,
         "no_heirs": [],

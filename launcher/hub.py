@@ -151,6 +151,7 @@ class Hub(Guard):
             finally:
                 if remote.peer is peer:
                     remote.peer, remote.closed_at = None, self._clock()
+                    self._controller.seen(remote.node, away=True)
         except TimeoutError:
             pass
         finally:
@@ -174,6 +175,7 @@ class Hub(Guard):
             remote = found
             remote.courier.confirmed(int(first["seen"]))
             peer.post({"node": remote.node, "seen": remote.courier.seen})
+            self._controller.seen(remote.node, away=False)
         if remote.peer is not None:
             remote.peer.drop()
         for frame in remote.courier.again():

@@ -59,6 +59,8 @@ class Node:
     """standbys in a row that ended before they joined"""
     parked: bool = False
     """somebody asked for a world without it: it joins only when somebody asks again"""
+    away: bool = False
+    """its agent has no connection: it may be lost, or come back in a moment"""
     retry_at: float = 0.0
     """not asked to join the world before; infinite for one that does not fit into the present world"""
 
@@ -352,6 +354,14 @@ class NodeLost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeAway:
+    """The connection of a node's agent has ended, or there is one again."""
+
+    node: str
+    away: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeLeaving:
     """A node is to go: it was told to end, or someone drains it."""
 
@@ -469,7 +479,7 @@ class Tick:
 
 
 Event = (
-    NodeEntered | NodeLost | NodeLeaving | NodeCleared | HandoverFailed
+    NodeEntered | NodeAway | NodeLost | NodeLeaving | NodeCleared | HandoverFailed
     | Started | Said | Exited | Wished | Numbered | NumberFailed | StoreOpened | StoreFailed | Committed | StopAsked
     | SaveAsked | Tick
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,11 +76,12 @@ def test_a_run_that_comes_back_from_a_checkpoint_goes_on_as_if_nothing_had_been(
     for victim, times in ((1, 2), (0, 3)):  # one process stays over the first restart, the other over the second
         before = killed.ranks()
         psutil.Process(before[victim]).kill()
-        killed.until("those again", lambda: how_often(log, step + 5) == times)  # noqa: B023
+        killed.until("those again", lambda: sum(row["step"] == step + 5 for row in read_lines(log)) == times)  # noqa: B023
         after = killed.ranks()
         assert (after[1 - victim] == before[1 - victim], after[victim] == before[victim]) == (True, False)
         rows = read_lines(log)
-        assert min(row["step"] for row in rows if how_often(log, row["step"]) == times) == step
+        often = Counter(row["step"] for row in rows)
+        assert min(number for number in often if often[number] == times) == step
         assert len({(row["step"], row["loss"]) for row in rows}) == len({row["step"] for row in rows})
         # what a restart keeps is what has trained, as far as the launcher knows
         killed.until("a step it has heard of", lambda: killed.status()["step"] > step)
@@ -92,8 +94,3 @@ def test_a_run_that_comes_back_from_a_checkpoint_goes_on_as_if_nothing_had_been(
     shown = json.loads(killed.cli("checkpoint", "inspect", str(tmp_path / "own"), "--json").stdout)
     assert (shown["origin"]["layout"]["tp"], shown["path"]) == (2, json.loads(took.stdout)["path"])
     assert killed.cli("checkpoint", "verify", str(tmp_path / "own")).returncode == 0
-
-
-def how_often(log: Path, step: int) -> int:
-    """How many times a step was trained."""
-    return sum(row["step"] == step for row in read_lines(log))

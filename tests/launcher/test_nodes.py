@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from test_decide import Drive, of, the
 
+from launcher.decide import next_deadline
+from launcher.failing import PATIENCE_S
 from launcher.handover import dump_state, load_state
 from launcher.model import (
     Answer,
@@ -12,6 +14,7 @@ from launcher.model import (
     End,
     HandOver,
     HandoverFailed,
+    NodeAway,
     NodeLeaving,
     NodeLost,
     Phase,
@@ -21,7 +24,7 @@ from launcher.model import (
 )
 from launcher.nodes import JOIN_PATIENCE_S
 from liverun.layout import Layout
-from liverun.messages import Check, Checked, Retired, Stop
+from liverun.messages import Check, Checked, Ended, Leave, Retired, Stop
 
 
 class Nodes(Drive):
@@ -156,6 +159,24 @@ def test_the_loss_of_a_node_costs_one_restart_and_that_of_a_spare_none() -> None
     drive.go()
     assert drive.where() == ["n0", "n0"]
     assert the(End, drive.feed(NodeLost(node="n0", reason="silence"))).outcome == "failed"
+
+
+def test_a_failure_is_not_told_from_the_loss_of_a_node_while_its_connection_is_broken() -> None:
+    drive = Nodes(2, max_restarts=1, keeps=True)
+    drive.progress(7)
+    drive.progress(9)
+    drive.feed(NodeAway(node="n1", away=True))
+    drive.say("w0", Ended(code=1))
+    drive.now += PATIENCE_S
+    assert not of(Send, drive.feed(Tick()))
+    assert next_deadline(drive.state) is None
+    restart = the(Restart, drive.feed(NodeLost(node="n1", reason="silence")))
+    assert (restart.keep, restart.nodes) == (True, ("n0",))
+    drive = Nodes(2, max_restarts=1, keeps=True)
+    drive.feed(NodeAway(node="n1", away=True))
+    drive.say("w0", Ended(code=1))
+    drive.now += PATIENCE_S
+    assert of(Send, drive.feed(NodeAway(node="n1", away=False))) == [Send(worker="w0", message=Leave())]
 
 
 def test_whoever_drains_a_node_that_is_lost_meanwhile_is_told() -> None:
