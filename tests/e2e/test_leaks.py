@@ -81,7 +81,7 @@ def test_a_process_that_lives_through_restarts_keeps_nothing_of_them(
     job = launch(
         AGAIN, str(out), *train_arguments(out, steps=5000), nproc=2,
         options=(f"--checkpoint-dir={tmp_path / 'saved'}", "--checkpoint-every=5", "--keep-last=2",
-                 f"--max-restarts={NUM_RESTARTS}"),
+                 f"--max-restarts={NUM_RESTARTS}", "--shutdown-timeout=60"),
     )  # fmt: skip
     job.until_trains()
     stays, reached = job.ranks()[0], 0
