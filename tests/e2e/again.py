@@ -2,8 +2,8 @@
 
     again.py OUT [train.py's arguments]
 
-Into ``OUT/resources.jsonl``: what the process holds, at every step. What will be rank 1 never comes to the end of
-preparing a change of world, and touches ``OUT/hangs-GENERATION``.
+Into ``OUT/resources.jsonl``: what the process holds, at every step. Who prepares a change of world touches
+``OUT/builds-GENERATION-RANK``, and what will be rank 1 never comes to its end.
 """
 
 import gc
@@ -34,9 +34,10 @@ def main():
     joined = []
 
     def build(world):
-        if joined and world.rank == 1:
-            (OUT / f"hangs-{world.generation}").touch()
-            threading.Event().wait()
+        if joined:
+            (OUT / f"builds-{world.generation}-{world.rank}").touch()
+            if world.rank == 1:
+                threading.Event().wait()
         world.seed(args.seed)
         model = build_model(args, world.layout, world.device)
         optimizer, scheduler = build_optimizer(args, model)
