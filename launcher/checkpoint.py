@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ import typer
 if TYPE_CHECKING:
     from rich.tree import Tree
 
+    from resharding.checkpoint.buckets import Buffer
     from resharding.checkpoint.opened import Checkpoint
 
 app = typer.Typer(
@@ -200,7 +201,6 @@ def convert(  # noqa: PLR0917  (typer reads options from the signature)
         with _opened(source) as checkpoint, _progress("converting", checkpoint.index.nbytes) as advance:
             print(write_megatron(checkpoint, target, expert_parallel=expert_parallel, progress=advance))
         return
-    from launcher.planning import buffers_of
     from resharding.checkpoint.convert import convert as run
     from resharding.checkpoint.sources import open_source
 
@@ -237,6 +237,14 @@ def export(  # noqa: PLR0917  (typer reads options from the signature)
         total = sum(entry.nbytes for entry in checkpoint.index.entries if entry.kind == "weight")
         with _progress("exporting", total) as advance:
             print(export_llama(checkpoint, target, model=model, vocab_size=vocab_size, progress=advance))
+
+
+def buffers_of(arguments: Mapping[str, Any]) -> list[Buffer]:
+    """Return where a model has its parameters in flat buffers. Raises ``ValueError`` for what makes no model."""
+    from launcher.planning import buffer_rows
+    from resharding.checkpoint.buckets import read_buffer
+
+    return [read_buffer(row) for row in buffer_rows(arguments)]
 
 
 def _kind_of(path: Path) -> str:

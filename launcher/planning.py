@@ -7,10 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from resharding.checkpoint.buckets import Buffer
+from typing import Any
 
 CODE = (
     "import sys\n"
@@ -41,19 +38,18 @@ def run_plan(words: Mapping[str, str], flags: Sequence[str], *, as_json: bool) -
     return 0
 
 
-def buffers_of(arguments: Mapping[str, Any]) -> list[Buffer]:
-    """Return where a model has its parameters in flat buffers, given Megatron's arguments by name.
+def buffer_rows(arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return where a model has its parameters in flat buffers, as JSON, given Megatron's arguments by name.
 
     Raises ``ValueError`` with what ``liverun.buffers`` says of a mistake.
     """
-    from resharding.checkpoint.buckets import read_buffer
-
     done = subprocess.run(
         _program("buffers"), input=json.dumps(arguments), capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise ValueError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "Megatron cannot be asked")
-    return [read_buffer(row) for row in json.loads(done.stdout.splitlines()[-1])]
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _program(module: str) -> list[str]:

@@ -15,7 +15,7 @@ import test_checkpoint_damage as files
 import torch
 from launcher_bed import Bed
 
-from launcher.planning import buffers_of
+from launcher.checkpoint import buffers_of
 from resharding.checkpoint.opened import Checkpoint
 
 QUERIES = "layers.0.linear_qkv.q.weight"
