@@ -46,6 +46,8 @@ from launcher.streams import line_prefix
 from launcher.torch_events import TorchEvents
 from liverun.messages import Again, Go, Hello, Leave, Message, Stop, Unwind, Unwound
 
+UNWIND_PATIENCE_S = 5.0
+"""how long a restart waits for processes that it would keep; gloo may hold one for ever"""
 LOOK_S = 0.2
 """how often it is looked whether a worker has come to the first c10d store"""
 
@@ -345,9 +347,10 @@ class Node:
     async def _clear(self, order: Clear) -> None:
         """End the workers of an attempt; those that can run again, only as far as that.
 
-        One that does not come to its end is asked by SIGTERM after half the time, and killed after all of it.
+        One of those that does not come to its end is soon asked by SIGTERM as the others are, and has their time.
         """
-        pool, patience_s = self.pool, self.pool.options.shutdown_timeout_s
+        pool, grace_s = self.pool, self.pool.options.shutdown_timeout_s
+        patience_s = min(UNWIND_PATIENCE_S, grace_s / 2) if order.keep else 0.0
         pool.closing = True
         again = [worker for worker in pool.busy if order.keep and pool.keeps and worker in self._keeping]
         if again:
@@ -357,11 +360,11 @@ class Node:
         for worker in pool.alive.keys() - set(again):
             if not order.keep or not pool.alive[worker].waits:
                 pool.signal(worker, signal.SIGTERM)
-        await pool.empty(patience_s / 2, but_waiting=order.keep)
+        await pool.empty(patience_s, but_waiting=order.keep)
         for worker in set(again) & set(pool.busy):
-            self._say(f"worker {worker} has not left its script in {patience_s / 2:g} s; it gets a new process")
+            self._say(f"worker {worker} has not left its script in {patience_s:g} s; it gets a new process")
             pool.signal(worker, signal.SIGTERM)
-        await pool.empty(patience_s / 2, but_waiting=order.keep)
+        await pool.empty(grace_s - patience_s, but_waiting=order.keep)
         for worker in list(pool.busy) if order.keep else list(pool.alive):
             pool.kill(worker)
         await pool.empty(30.0, but_waiting=order.keep)

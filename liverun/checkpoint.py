@@ -47,6 +47,8 @@ from resharding.checkpoint.parts import Part
 _TIMEOUT_S = 600.0
 """how long a rank may take to write its share, and to say what it holds"""
 
+_GIVEN_UP = "its world was given up"
+
 _LEAVE_S = 5.0
 """how long a process that ends waits for what its peers hold; they may be gone"""
 
@@ -197,6 +199,7 @@ class Saver:
         self._learning: _Learning | None = None
         self._writing: threading.Thread | None = None
         self._temporary: tuple[Path, int] | None = None
+        self._is_given_up = False
         """where a checkpoint is being written, and as which rank"""
         self._saved_step = -1
 
@@ -348,9 +351,9 @@ class Saver:
 
         Does not block; from any thread.
         """
-        writing = self._writing
-        if writing is not None and writing.is_alive() and self._temporary is not None:
-            writer.say_failed(self._temporary[0], self._temporary[1], "its world was given up")
+        self._is_given_up = True  # for one whose folder is not there yet
+        if self._temporary is not None:
+            writer.say_failed(self._temporary[0], self._temporary[1], _GIVEN_UP)
 
     def end(self) -> None:
         """At the interpreter's end: nothing of ours runs any more, and what was to be written is."""
@@ -375,6 +378,7 @@ class Saver:
         try:
             writer.write_share(temporary, ground.design, rank, parts, small, one_disk=ground.one_disk)
             parts.clear()
+            self._check()
             if rank == 0:
                 path = str(self._commit(ground, temporary, step))
         except (OSError, TimeoutError, ValueError, RuntimeError) as error:
@@ -385,6 +389,10 @@ class Saver:
             return
         if rank == 0:
             self._say(step, request, "", pause_s, path=path, write_s=time.perf_counter() - started)
+
+    def _check(self) -> None:
+        if self._is_given_up:
+            raise RuntimeError(_GIVEN_UP)
 
     def _commit(self, ground: _Ground, temporary: Path, step: int) -> Path:
         root, world = self.settings.folder, ground.standing.world

@@ -67,7 +67,9 @@ def has_retired(job: Launched, generation: int) -> bool:
     return any(event["kind"] == "retired" and event["generation"] == generation for event in job.events())
 
 
-NUM_RESTARTS = 6
+NUM_RESTARTS = 5
+"""that one process has to live through"""
+MAX_RESTARTS = 15
 NUM_SETTLING = 5
 """steps after which nothing changes any more"""
 
@@ -75,18 +77,24 @@ NUM_SETTLING = 5
 def test_a_process_that_lives_through_restarts_keeps_nothing_of_them(
     launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """Rank 1 is killed again and again, every other time while a resize prepares; the script swallows what fails."""
+    """Rank 1 is killed again and again, every other time while a resize prepares; the script swallows what fails.
+
+    Now and then an operation of gloo does not notice that its peer is gone. Such a process is replaced, and the count
+    begins anew.
+    """
     out = tmp_path / "out"
     out.mkdir()
     job = launch(
         AGAIN, str(out), *train_arguments(out, steps=5000), nproc=2,
         options=(f"--checkpoint-dir={tmp_path / 'saved'}", "--checkpoint-every=5", "--keep-last=2",
-                 f"--max-restarts={NUM_RESTARTS}", "--shutdown-timeout=60"),
+                 f"--max-restarts={MAX_RESTARTS}"),
     )  # fmt: skip
     job.until_trains()
-    stays, reached = job.ranks()[0], 0
-    for number in range(1, NUM_RESTARTS + 1):
+    stays, reached, lived, num_replaced = job.ranks()[0], 0, 0, 0
+    for number in range(1, MAX_RESTARTS + 1):
         job.until("new steps", lambda: (job.status()["step"] or 0) > reached + 10)  # noqa: B023
+        if lived == NUM_RESTARTS:
+            break
         reached, victim = job.status()["step"], job.ranks()[1]
         if number % 2 == 0:
             assert job.resize("--layout=tp=2", "--no-wait").returncode == 0
@@ -94,8 +102,10 @@ def test_a_process_that_lives_through_restarts_keeps_nothing_of_them(
             job.until("half a change", lambda: len(list(out.glob("builds-*"))) == 2 * (number // 2))  # noqa: B023
         psutil.Process(victim).kill()
         job.until("the restart", lambda: job.kinds().count("world") == number + 1)  # noqa: B023
-        assert job.ranks()[0] == stays, job.output()
-    job.until("new steps", lambda: (job.status()["step"] or 0) > reached + 10)
+        lived += 1
+        if (now := job.ranks()[0]) != stays:
+            stays, lived, num_replaced = now, 0, num_replaced + 1
+            assert job.output().count("has not left its script in") == num_replaced, job.output()
     job.cli("stop", job.job)
     rows = [row for row in read_lines(out / "resources.jsonl") if row["pid"] == stays]
     settled = [
@@ -106,4 +116,5 @@ def test_a_process_that_lives_through_restarts_keeps_nothing_of_them(
     for name, slack in (("groups", 1), ("threads", 1), ("descriptors", 1), ("tensors", 1), ("resident", 1.1)):
         numbers = [row[name] for row in settled]
         assert min(numbers[-3:]) <= max(numbers[:3]) * slack, f"{name} grow: {numbers}"
-    assert settled[-1]["python_threads"] == settled[0]["python_threads"]
+    first, last = (set(row["python_threads"]) - {"liverun-checkpoint-write"} for row in (settled[0], settled[-1]))
+    assert first == last

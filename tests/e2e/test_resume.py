@@ -78,7 +78,9 @@ def test_a_run_that_comes_back_from_a_checkpoint_goes_on_as_if_nothing_had_been(
         psutil.Process(before[victim]).kill()
         killed.until("those again", lambda: sum(row["step"] == step + 5 for row in read_lines(log)) == times)  # noqa: B023
         after = killed.ranks()
-        assert (after[1 - victim] == before[1 - victim], after[victim] == before[victim]) == (True, False)
+        # gloo may not notice that a peer is gone; whoever hangs there is replaced, and that is said
+        is_held = "has not left its script in" in killed.output()
+        assert (after[1 - victim] == before[1 - victim] or is_held, after[victim] == before[victim]) == (True, False)
         rows = read_lines(log)
         often = Counter(row["step"] for row in rows)
         assert min(number for number in often if often[number] == times) == step
