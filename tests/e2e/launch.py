@@ -42,7 +42,8 @@ class Launched:
         self.folder = folder
         self.run_dir = folder / "run"
         self.job = f"test-{os.getpid()}-{time.monotonic_ns()}"
-        self.env = environment(PROBE=json.dumps(probe or {}))
+        self.hurry = folder / "hurry"
+        self.env = environment(PROBE=json.dumps({**(probe or {}), "hurry": str(self.hurry)}))
         command = [
             *LIVERUN, "run", "--standalone", f"--nproc-per-node={nproc}", f"--standbys={standbys}",
             f"--run-dir={self.run_dir}", f"--job={self.job}", "--shutdown-timeout=10", *options, *script,
@@ -100,7 +101,8 @@ class Launched:
         self.until(f"{num} standbys", lambda: sum(node["standbys"] for node in self.status()["nodes"]) >= num)
 
     def finish(self, deadline_s: float = 300.0) -> int:
-        """Wait for the end of the job and return its exit code."""
+        """Let the job come to its end, no step of it slowed down any more; its exit code."""
+        self.hurry.touch()
         code = self.process.wait(timeout=deadline_s)
         self.log.flush()
         return code

@@ -10,7 +10,7 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
 ``evaluate``      evaluate a fixed batch around every change
 ``save``          save and reload with Megatron's own checkpoint after every change
 ``steps_per_change`` slow steps down while fewer than ``step / steps_per_change`` changes have been seen, so that a
-                  run of few steps holds many changes whatever the machine's speed
+                  run of few steps holds many changes whatever the machine's speed, and until the file ``hurry`` is there
 ``hang_in_build`` a generation in whose build this worker stops for good, if it joins
 ``fail_stream``   a rank of the first world whose first stream fails before it has begun
 ``fail_release``  a rank whose first stream fails when it has given so many pieces of its old state back: [rank, pieces]
@@ -277,7 +277,7 @@ def main():
     def train_step(*arguments):
         step = arguments[-1]
         probe, pace = probes[0], OPTIONS.get("steps_per_change")
-        if pace and step.world.generation - 1 < step.index / pace:
+        if pace and step.world.generation - 1 < step.index / pace and not Path(OPTIONS.get("hurry", "-")).exists():
             time.sleep(1.0)
         if OPTIONS.get("resources"):
             train.append_line(
