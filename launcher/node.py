@@ -372,6 +372,7 @@ class Node:
             self._relay.leave(worker)
         self._shown.clear()
         self._close_stores()
+        pool.closing = self.finish.done()  # a node that stays a spare forks standbys without an attempt to begin
         self._report(Cleared(kept=tuple(sorted(process.pid for process in pool.alive.values() if process.waits))))
 
     def _close_stores(self) -> None:
