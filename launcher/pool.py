@@ -32,8 +32,6 @@ class Process:
     slot: int
     """place on this node, kept for life; the lowest that no other worker has"""
     restarts: int = 0
-    joined: bool = False
-    """it has called ``liverun.join()``"""
     waits: bool = False
     """its script was unwound, and it waits to be another worker"""
     fallback: dict[str, Any] | None = None
@@ -221,7 +219,7 @@ class Pool:
         """Note that a worker has called ``liverun.join()``."""
         process = self.alive.get(worker)
         if process is not None:
-            process.joined, process.fallback = True, None
+            process.fallback = None
 
     async def expects(self, worker: str) -> bool:
         """Whether a worker of that id is alive; waits for a start that is under way."""
