@@ -47,6 +47,7 @@ from typing import Any
 from liverun.again import run_until_done
 from liverun.main_module import reset_signals
 from liverun.messages import Again
+from liverun.reinit import give_each_init_its_own_keys
 
 PRELOAD_ALWAYS = ("torch", "megatron.core", "resharding", "liverun.job")
 """imported when installed, before what the user asks for"""
@@ -95,6 +96,7 @@ class WorkerTask:
                 sys.stderr.write(f"liverun: cannot start {command[0]}: {error.strerror}\n")
                 sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
         draw_other_random_numbers()
+        give_each_init_its_own_keys()
         run_until_done(self.mode, list(self.argv), self._again)
 
     def _again(self, task: Again) -> None:

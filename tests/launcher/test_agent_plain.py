@@ -50,22 +50,29 @@ def test_a_plain_script_is_never_run_as_an_extra_copy(bed: Bed) -> None:
 
 
 @pytest.mark.e2e
-def test_torch_process_groups_start_without_a_free_port_and_again(bed: Bed) -> None:
-    """Known complaints 20: address already in use, and 34: a second init on the same store hangs."""
+@pytest.mark.parametrize("preload", ["", "none"])
+def test_torch_process_groups_start_without_a_free_port_and_again(bed: Bed, preload: str) -> None:
+    """Known complaints 20: address already in use, and 34: a second init on the same store hangs.
+
+    Whoever is late must not be found where it was before.
+    """
     script = bed.script(
         "reduce.py",
-        "import torch, torch.distributed as dist\n"
-        "for factor in (1, 2):\n"
+        "import time, torch, torch.distributed as dist\n"
+        "for factor in (1, 2, 3):\n"
         "    dist.init_process_group('gloo')\n"
+        "    is_late = dist.get_rank() == factor % 2\n"
         "    t = torch.ones(1) * (dist.get_rank() + 1)\n"
         "    dist.all_reduce(t)\n"
         "    print(dist.get_rank(), t.item() * factor)\n"
-        "    dist.destroy_process_group()\n",
+        "    dist.destroy_process_group()\n"
+        "    time.sleep(is_late)\n",
     )
-    agent = bed.launch("--nproc-per-node", "2", script, LIVERUN_PRELOAD="")
+    agent = bed.launch("--nproc-per-node", "2", script, LIVERUN_PRELOAD=preload)
     assert agent.wait() == 0, agent.stderr()
     assert sorted(agent.stdout().splitlines()) == [
-        "[default0]:0 3.0", "[default0]:0 6.0", "[default1]:1 3.0", "[default1]:1 6.0",
+        "[default0]:0 3.0", "[default0]:0 6.0", "[default0]:0 9.0",
+        "[default1]:1 3.0", "[default1]:1 6.0", "[default1]:1 9.0",
     ]  # fmt: skip
 
 
