@@ -200,6 +200,8 @@ def _draws(pairs: int, start: int, num_splits: int) -> Counter[str]:
             )
             assert sum(plan.bytes_moved for plan in plans) == least
         drawn[name] += 1
+        if drawn.total() % 1000 == 0:
+            print(f"{drawn.total()} pairs moved", flush=True)
         if data.draw(st.integers(0, 7), label="gather") == 0:
             was, now = _canonical(name, before), canonical(new)
             assert [key for key in was if not torch.equal(was[key], now[key])] == []
