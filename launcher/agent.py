@@ -203,7 +203,7 @@ class Agent:
 
     async def _take_apart(self) -> None:
         """End the workers and everything else of this node that an agent sets up; the run folder stays."""
-        self._pool.closing = True
+        self._pool.end_era()
         for worker in list(self._pool.alive):
             self._pool.kill(worker)
         await self._pool.empty(10.0)

@@ -177,9 +177,9 @@ class Node:
                     self._marks[order.worker] = Relay.mark(self.pool.log_folder(order.worker))
                 self.link.send(order.worker, message)
             case StartRanked():
-                self.spawn(self._start_ranked(order))
+                self.spawn(self._start_ranked(order, self.pool.era))
             case ForkStandbys():
-                self.spawn(self._fork(order.count))
+                self.spawn(self._fork(order.count, self.pool.era))
             case KillWorker():
                 self._say(f"killing worker {order.worker}: {order.reason}")
                 self.pool.kill(order.worker)
@@ -223,7 +223,7 @@ class Node:
         for worker in self.joined & self.pool.alive.keys():
             self.link.send(worker, Stop(reason=reason))
 
-    async def _start_ranked(self, order: StartRanked) -> None:
+    async def _start_ranked(self, order: StartRanked, era: int) -> None:
         attempt = Attempt(
             host=order.host, port=order.port, first_rank=order.first_rank, count=order.count, size=order.size,
             node_rank=order.node_rank, num_nodes=order.num_nodes, restarts=order.restarts,
@@ -237,7 +237,7 @@ class Node:
                 except OSError as error:
                     self._say(f"lines are not copied: {describe_os_error(error)}")
         for local_rank in range(order.count):
-            worker = await self.pool.start(local_rank)
+            worker = await self.pool.start(local_rank, era)
             if worker is None:
                 return
             rank = order.first_rank + local_rank
@@ -245,11 +245,11 @@ class Node:
             if self.torch_events is not None:
                 self.torch_events.worker("START", worker=worker, rank=rank, restarts=order.restarts)
 
-    async def _fork(self, count: int) -> None:
+    async def _fork(self, count: int, era: int) -> None:
         for _ in range(count):
             if self.finish.done():
                 return
-            await self.pool.start(None)
+            await self.pool.start(None, era)
 
     async def _open_store(self, generation: int) -> None:
         if generation != 0 and (first := self._stores.pop(0, None)) is not None:
@@ -339,7 +339,7 @@ class Node:
 
     def let_go(self) -> None:
         """Let processes end that wait for a next attempt: none will come."""
-        self.pool.closing = True
+        self.pool.end_era()
         for worker, process in self.pool.alive.items():
             if process.waits:
                 self.link.send(worker, Leave())
@@ -351,7 +351,7 @@ class Node:
         """
         pool, grace_s = self.pool, self.pool.options.shutdown_timeout_s
         patience_s = min(UNWIND_PATIENCE_S, grace_s / 2) if order.keep else 0.0
-        pool.closing = True
+        pool.end_era()
         again = [worker for worker in pool.busy if order.keep and pool.keeps and worker in self._keeping]
         if again:
             self._close_stores()  # who waits there for a peer waits no longer
@@ -372,7 +372,6 @@ class Node:
             self._relay.leave(worker)
         self._shown.clear()
         self._close_stores()
-        pool.closing = self.finish.done()  # a node that stays a spare forks standbys without an attempt to begin
         self._report(Cleared(kept=tuple(sorted(process.pid for process in pool.alive.values() if process.waits))))
 
     def _close_stores(self) -> None:

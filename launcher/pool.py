@@ -32,6 +32,9 @@ class Process:
     slot: int
     """place on this node, kept for life; the lowest that no other worker has"""
     restarts: int = 0
+    """the attempt it is part of"""
+    era: int = 0
+    """which of the pool's eras it was started in"""
     waits: bool = False
     """its script was unwound, and it waits to be another worker"""
     fallback: dict[str, Any] | None = None
@@ -80,8 +83,8 @@ class Pool:
         """runs something beside; a failure of it is trouble for the node"""
         self.keeps = True
         """no kept process of this node has failed to run its script again"""
-        self.closing = False
-        """the workers of an attempt are being ended: none of them is replaced, and nobody joins them any more"""
+        self.era = 0
+        """goes up whenever all workers are being ended: what was asked for before, and who was there, is of the past"""
         self.prefix = ""
         """of worker ids: the node's, but on the first node"""
         self._ids = itertools.count()
@@ -109,7 +112,6 @@ class Pool:
     async def begin(self, attempt: Attempt) -> None:
         """Make what a new attempt needs on disk. Raises ``TemplateError``."""
         self.attempt = attempt
-        self.closing = False
         try:
             self._reserved = set(range(attempt.count))
             await self.destinations.begin(self.restarts, self._template, self._environ_of_rank)
@@ -123,13 +125,17 @@ class Pool:
             attempt=self.attempt, error_file=None,
         )  # fmt: skip
 
-    async def start(self, local_rank: int | None) -> str | None:
+    def end_era(self) -> None:
+        """From here on nobody joins the workers that are there, and none of them is replaced."""
+        self.era += 1
+
+    async def start(self, local_rank: int | None, era: int) -> str | None:
         """Start one worker, for a rank of the first world or as a standby. Raises ``TemplateError``.
 
-        A process that waits becomes that worker; else one is forked. Returns its id; ``None`` if the attempt came to
-        its end before.
+        A process that waits becomes that worker; else one is forked. Returns its id; ``None`` if the ``era`` in which
+        it was asked for came to its end before.
         """
-        if self.closing:
+        if era != self.era:
             return None
         worker = f"{self.prefix}w{next(self._ids)}"
         was, slot = self._place(local_rank)
@@ -159,19 +165,19 @@ class Pool:
             else {"mode": self.options.numa_binding, "gpu_index": slot},
         }
         if was is None:
-            is_there = await self._fork(worker, Process(0, boot_rank, slot, self.restarts), request)
+            is_there = await self._fork(worker, Process(0, boot_rank, slot, self.restarts, era), request)
             return worker if is_there else None
-        process = Process(self.alive.pop(was).pid, boot_rank, slot, self.restarts, fallback=request)
+        process = Process(self.alive.pop(was).pid, boot_rank, slot, self.restarts, era, fallback=request)
         again = {name: request[name] for name in ("argv", "env", "cwd", "stdout", "stderr")}
         self.rerun(was, Again(worker=worker, **again))
         self._started(worker, process)
         return worker
 
     async def _fork(self, worker: str, process: Process, request: dict[str, Any]) -> bool:
-        """Start a process; false if the attempt came to its end before it was there."""
+        """Start a process; false if its era came to its end before it was there."""
         answer = await self._template.ask(request)
         process.pid = int(answer["pid"])
-        if self.closing or process.restarts != self.restarts:  # it missed the signal that all others had
+        if process.era != self.era:  # it missed the signal that all others had
             self._slots.pop(worker, None)
             self._starts[worker].set()
             os.kill(process.pid, signal.SIGKILL)
@@ -232,7 +238,7 @@ class Pool:
         process = self.alive.pop(worker)
         kill_session(process.pid, spare_leader=True)
         self._template.forget(process.pid)
-        if process.fallback is not None and not self.closing:
+        if process.fallback is not None and process.era == self.era:
             # whatever the process brought along from its first life, a new one has not
             self.spawn(self._replace(worker, process))
             return

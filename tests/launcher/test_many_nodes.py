@@ -142,6 +142,31 @@ def test_one_node_beyond_the_maximum_waits_as_a_spare_and_steps_in(bed: Bed) -> 
     assert third.wait() == 0
 
 
+@pytest.mark.parametrize("how", ["keep", "fresh"])
+def test_a_spare_is_still_one_after_a_restart_and_steps_in_live(bed: Bed, how: str) -> None:
+    nodes = Nodes(bed, "1:2", "--max-restarts", "1", "--restart", how)
+    first, second = nodes.start(), nodes.start()
+    first.event("active")
+    third = nodes.start()
+
+    def spares() -> set[int]:
+        return {row["pid"] for row in nodes.status()["nodes"][2]["workers"]}
+
+    until("a spare", lambda: [node["standbys"] for node in nodes.status()["nodes"]] == [0, 0, 2])
+    before = spares()
+    os.kill(first.pids()["w0"], signal.SIGKILL)
+    first.event("world", 2)
+    until("the spare again", lambda: [node["standbys"] for node in nodes.status()["nodes"]] == [0, 0, 2])
+    assert set(ranks(nodes.status()).values()) == {"n0", "n1"}
+    assert (spares() == before) is (how == "keep")
+    second.signal(signal.SIGINT)
+    assert second.wait() == 128 + signal.SIGINT
+    until("the spare to step in", lambda: set(ranks(nodes.status()).values()) == {"n0", "n2"})
+    assert nodes.status()["restarts"]["used"] == 1
+    assert first.finish() == 0
+    assert third.wait() == 0
+
+
 def test_nodes_wait_for_each_other_in_any_order_and_pins_count(bed: Bed) -> None:
     """Known complaint 25: --node-rank 0 gets RANK 1."""
     script = bed.script(
