@@ -199,8 +199,8 @@ class Saver:
         self._learning: _Learning | None = None
         self._writing: threading.Thread | None = None
         self._temporary: tuple[Path, int] | None = None
-        self._is_given_up = False
         """where a checkpoint is being written, and as which rank"""
+        self._is_given_up = False
         self._saved_step = -1
 
     # --- entering a world ---
