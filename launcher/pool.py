@@ -84,7 +84,7 @@ class Pool:
         self.keeps = True
         """no kept process of this node has failed to run its script again"""
         self.era = 0
-        """goes up whenever all workers are being ended: what was asked for before, and who was there, is of the past"""
+        """goes up when all workers are being ended: what was asked for before, and who was there, is of the past"""
         self.prefix = ""
         """of worker ids: the node's, but on the first node"""
         self._ids = itertools.count()

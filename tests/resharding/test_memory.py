@@ -134,7 +134,7 @@ def test_layers_are_claimed_and_released_one_by_one_on_all_ranks_alike() -> None
         for rank in range(2)
     ]
     network = memory.Network()
-    memory.run_threads(bodies)
+    memory.run_together(bodies)
     assert sorted(events) == [("claim", i) for i in range(3)] + [("release", i) for i in range(3)]
     held = 3
     for kind, _ in events:
@@ -191,7 +191,7 @@ def test_before_the_first_release_all_are_asked_and_until_then_every_source_is_w
         except (Damaged, ConnectionError) as error:
             said[rank] = str(error)
 
-    memory.run_threads([lambda rank=rank: body(rank) for rank in range(3)])
+    memory.run_together([lambda rank=rank: body(rank) for rank in range(3)])
     if is_damaged:
         assert sum("did not arrive" in words for words in said) == 1
         assert said.count("asked") == 2

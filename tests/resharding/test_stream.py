@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import greenlet
 import memory
 import pytest
 import torch
@@ -97,16 +98,14 @@ class CountedStaging:
     """Counts the bytes that ``stream`` allocates."""
 
     def __init__(self, monkeypatch) -> None:
-        self.bytes_by_thread: dict[int, int] = {}
+        self.bytes_by_rank: dict[int, int] = {}
         self._empty = torch.empty
         monkeypatch.setattr(stream.torch, "empty", self.empty)
 
     def empty(self, *args, **kwargs):
-        import threading
-
         made = self._empty(*args, **kwargs)
-        ident = threading.get_ident()
-        self.bytes_by_thread[ident] = self.bytes_by_thread.get(ident, 0) + made.nbytes
+        rank = id(greenlet.getcurrent())
+        self.bytes_by_rank[rank] = self.bytes_by_rank.get(rank, 0) + made.nbytes
         return made
 
 
@@ -120,7 +119,7 @@ def test_everything_arrives_within_the_staging_allowed(seed, staging_bytes, seri
     reports = memory.stream_all(plans, old, new, staging_bytes, network)
     assert _wrong(tensors, new) == []
     assert _wrong(tensors, old) == []
-    assert max(counted.bytes_by_thread.values(), default=0) <= staging_bytes
+    assert max(counted.bytes_by_rank.values(), default=0) <= staging_bytes
     assert max((size for *_, size in network.messages), default=0) <= staging_bytes // 4
     for plan, report in zip(plans, reports, strict=True):
         assert report.bytes_moved == plan.bytes_received

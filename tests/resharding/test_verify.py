@@ -172,7 +172,7 @@ def test_a_box_missing_from_the_plan_is_named():
     with pytest.raises(NotCovered, match=f"{key}: the plan does not write the elements at"):
         check_coverage(plans[0], targets[0].boxes)
     with pytest.raises(NotCovered, match=key):
-        memory.stream_all(plans, sources, targets, 8192, memory.Network(timeout_s=1.0))  # the other rank waits
+        memory.stream_all(plans, sources, targets, 8192)  # the other rank waits
 
 
 def test_a_box_written_twice_is_named():
@@ -181,7 +181,7 @@ def test_a_box_written_twice_is_named():
     key = targets[0].boxes[twice.target.piece].key
     plans[0].copies.append(twice)
     with pytest.raises(NotCovered, match=rf"{key}: the plan writes .* twice"):
-        memory.stream_all(plans, sources, targets, 8192, memory.Network(timeout_s=1.0))
+        memory.stream_all(plans, sources, targets, 8192)
 
 
 @pytest.mark.parametrize("name", ["linear_fc1.weight", "linear_qkv.weight"])
