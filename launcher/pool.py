@@ -48,8 +48,6 @@ class Ended:
     process: Process
     code: int
     """negative: the signal"""
-    restarts: int
-    """the attempt it was part of"""
     at: float
     """wall clock, for people and for torch's failures"""
 
@@ -242,7 +240,7 @@ class Pool:
             # whatever the process brought along from its first life, a new one has not
             self.spawn(self._replace(worker, process))
             return
-        ended = self.ended[worker] = Ended(process, code, process.restarts, self._clock())
+        ended = self.ended[worker] = Ended(process, code, self._clock())
         self._slots.pop(worker, None)
         lines = () if code == 0 else tuple(self._report(worker, ended))
         self.tell(
@@ -280,7 +278,7 @@ class Pool:
         return [
             (worker, ended)
             for worker, ended in self.ended.items()
-            if ended.process.boot_rank is not None and ended.restarts == self.restarts
+            if ended.process.boot_rank is not None and ended.process.restarts == self.restarts
         ]
 
     async def empty(self, timeout_s: float, *, but_waiting: bool = False) -> bool:
