@@ -143,6 +143,8 @@ class Files:
         self._flags = os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY
         self._merging = one_disk
         self._open: dict[str, int] = {}
+        self._unsynced: set[str] = set()
+        """files written to since they were synced"""
 
     def __enter__(self) -> Self:
         return self
@@ -158,9 +160,12 @@ class Files:
             os.close(self._open.popitem()[1])
 
     def sync(self) -> None:
-        """Wait until the disk has everything that was written here."""
-        for file in self._open.values():
-            os.fsync(file)
+        """Wait until the disk has all that was written here before this call. Raises ``OSError``.
+
+        One thread may do so while another writes.
+        """
+        while self._unsynced:
+            os.fsync(self._open[self._unsynced.pop()])
 
     def create(self, name: str, header: bytes, nbytes: int) -> None:
         """Write a file's header and reserve its space; whoever writes into it need not wait for this.
@@ -168,7 +173,7 @@ class Files:
         Raises ``OSError``, also where the disk has not ``nbytes`` left.
         """
         file = self._file(name)
-        _write_at(file, memoryview(header), 0)
+        self._write_at(name, memoryview(header), 0)
         with contextlib.suppress(NotImplementedError):
             try:
                 os.posix_fallocate(file, 0, nbytes)
@@ -189,9 +194,9 @@ class Files:
             self._merge(entry, offset[-1], data.reshape(len(starts), length), starts)
             return
         flat = data.reshape(-1).data.cast("B")
-        file, step = self._file(entry.file), length * width
+        step = length * width
         for number, start in enumerate(starts):
-            _write_at(file, flat[number * step : (number + 1) * step], entry.begin + start * width)
+            self._write_at(entry.file, flat[number * step : (number + 1) * step], entry.begin + start * width)
 
     def _has_locks(self, name: str) -> bool:
         """Tell whether the file system has locks; if it has none, it has none for the others either."""
@@ -225,7 +230,7 @@ class Files:
                     known = _read_known(file, view, at)
                     view[known:] = bytes(view.nbytes - known)  # beyond the end of the file, as yet
                     block[:, column : column + lines.shape[1]] = lines[first:last]
-                    _write_at(file, view, at)
+                    self._write_at(entry.file, view, at)
                 finally:
                     fcntl.lockf(file, fcntl.LOCK_UN, view.nbytes, at)
                 first = last
@@ -270,6 +275,13 @@ class Files:
             self._open[name] = os.open(self._folder / name, self._flags, 0o644)
         return self._open[name]
 
+    def _write_at(self, name: str, data: memoryview, at: int) -> None:
+        file = self._file(name)
+        while data.nbytes:
+            count = os.pwrite(file, data, at)
+            data, at = data[count:], at + count
+        self._unsynced.add(name)  # not before: a sync may run meanwhile
+
     def _read_at(self, file: int, into: memoryview, entry: Entry, at: int) -> None:
         while into.nbytes:
             count = os.preadv(file, [into], at)
@@ -292,12 +304,6 @@ def _read_known(file: int, into: memoryview, at: int) -> int:
     while done < into.nbytes and (count := os.preadv(file, [into[done:]], at + done)):
         done += count
     return done
-
-
-def _write_at(file: int, data: memoryview, at: int) -> None:
-    while data.nbytes:
-        count = os.pwrite(file, data, at)
-        data, at = data[count:], at + count
 
 
 def bits_of(dtype: str) -> np.dtype[Any]:

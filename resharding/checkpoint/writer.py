@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -180,47 +182,63 @@ def write_share(
             sizes = {file.name: file.nbytes for file in plan.index.files}
             for name, header in plan.headers.items():
                 files.create(name, header, sizes[name])
-        for part in _turned(plan.index, rank, parts):
-            for entry, offset, data in slices_of(plan.index, part):
-                files.write(entry, offset, data)
-        sync = _Beside(files.sync)  # the disk works while digests are computed
-        found = sums_of(plan.index, parts)
-        sync.result()
+        with _Syncing(files) as syncing:  # the disk works while more is written, and while digests are computed
+            for group in _turned(plan.index, rank, parts):
+                for part in group:
+                    for entry, offset, data in slices_of(plan.index, part):
+                        files.write(entry, offset, data)
+                syncing.begin()
+            found = sums_of(plan.index, parts)
     said = {"sums": {key: list(row) for key, row in found.items()}, "small": small}
     folders.write_whole(temporary / _said_name(rank), json.dumps(said).encode())
     return found
 
 
-class _Beside:
-    """Runs something in a thread; an executor refuses to at the interpreter's end, where the last save is written."""
+class _Syncing:
+    """Syncs files in a thread; an executor refuses to at the interpreter's end, where the last save is written.
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self._error: OSError | None = None
+    Its ``with`` ends when the disk has all that was written in it, and raises what a sync raised.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="liverun-checkpoint-sync", daemon=True)
+
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._turns.put(kind is None)
+        self._turns.put(False)
+        self._thread.join()
+        if self._error is not None and kind is None:
+            raise self._error
+
+    def begin(self) -> None:
+        """Begin to sync what has been written so far."""
+        self._turns.put(True)
 
     def _run(self) -> None:
         try:
-            self._call()
-        except OSError as error:
+            while self._turns.get():
+                self._files.sync()
+        except BaseException as error:  # noqa: BLE001 - it is raised where this thread is waited for
             self._error = error
 
-    def result(self) -> None:
-        """Wait for its end. Raises the ``OSError`` that it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
-
-def _turned(index: Index, rank: int, parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield parts file by file, each rank beginning with another one: a file lets in one writer at a time."""
+def _turned(index: Index, rank: int, parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Yield the parts of each file; ranks begin with different ones, as a file lets in one writer at a time."""
     by_file: dict[str, list[Part]] = {file.name: [] for file in index.files}
     for part in parts:
         by_file[index.first_entry(part.key).file].append(part)
     names = list(by_file)
     for number in range(len(names)):
-        yield from by_file[names[(rank + number) % len(names)]]
+        yield by_file[names[(rank + number) % len(names)]]
 
 
 def say_failed(temporary: Path, rank: int, reason: str) -> None:
