@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import queue
 import threading
 import time
@@ -127,13 +126,14 @@ def snapshot(share: Share, holding: Holding) -> list[Part]:
 
 
 class _Room:
-    """Memory for copies in one piece, of huge pages where there are: finding small ones takes longer than copying."""
+    """Memory for copies in one piece.
+
+    Not of huge pages: a guest may have told its host that blocks of their size are free, and to get one back takes ten
+    times as long as to find small ones, which are at hand.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8)
         self._used = 0
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
