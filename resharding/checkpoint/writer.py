@@ -128,8 +128,8 @@ def snapshot(share: Share, holding: Holding) -> list[Part]:
 class _Room:
     """Memory for copies in one piece.
 
-    Not of huge pages: a guest may have told its host that blocks of their size are free, and to get one back takes ten
-    times as long as to find small ones, which are at hand.
+    Not of huge pages: a guest may have told its host that blocks of their size are free, and to get one back takes
+    ten times as long as to find small ones, which are at hand.
     """
 
     def __init__(self, nbytes: int) -> None:
