@@ -279,10 +279,9 @@ class Saver:
     def _take_over(self, ground: _Ground, checkpoint: Checkpoint) -> None:
         """Load what is no tensor, and the random streams: with the role if the layout is the same, else anew."""
         standing, meta = ground.standing, checkpoint.index.meta
-        groups_ = with_expert_twins(meta.optimizer["groups"])
         _install(
             standing.training,
-            {"optimizer": {**meta.optimizer, "groups": groups_}, "scheduler": meta.scheduler, "extra": meta.extra},
+            {"optimizer": meta.optimizer, "scheduler": meta.scheduler, "extra": meta.extra},
         )
         streams = self._streams(ground, checkpoint) if _same_role(standing.world, meta.origin) else {}
         if streams:
@@ -446,20 +445,6 @@ def _version(name: str) -> str:
 
 def _same_role(world: World, origin: Mapping[str, Any]) -> bool:
     return origin.get("layout") == world.layout.as_dict() and origin.get("world_size") == world.world_size
-
-
-def with_expert_twins(groups_: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameter groups under both values of ``is_expert_parallel``.
-
-    Megatron gives experts groups of their own only where ep is above 1; their settings are otherwise the same.
-    """
-    found = dict(groups_)
-    for name, fields in groups_.items():
-        settings = json.loads(name)
-        if "is_expert_parallel" in settings:
-            settings["is_expert_parallel"] = not settings["is_expert_parallel"]
-            found.setdefault(json.dumps(settings), fields)
-    return found
 
 
 def _say_once(world: World, sentence: str) -> None:

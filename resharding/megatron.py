@@ -220,14 +220,18 @@ def merge_common_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def load_common_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     """Write a merged ``common_state`` into an optimizer whose tensor state exists.
 
+    Megatron gives experts groups of their own only where ep is above 1; where the one world has them and the other
+    has not, they are at what the group with otherwise the same settings is at.
+
     Raises ``ValueError`` if a group of this optimizer is not in it.
     """
+    groups = _with_expert_twins(state["groups"])
     for leaf in leaves(optimizer):
         for group in leaf.optimizer.param_groups:
             name = _group_name(group)
-            if name not in state["groups"]:
+            if name not in groups:
                 raise ValueError(f"no state for parameter group {name}; there is {list(state['groups'])}")
-            fields = state["groups"][name]
+            fields = groups[name]
             for field in SCHEDULED_FIELDS:
                 if field in fields:
                     group[field] = _like(group.get(field), fields[field])
@@ -735,6 +739,20 @@ def _is_dense(part: _Part) -> bool:
 
 def _group_name(group: Mapping[str, Any]) -> str:
     return json.dumps({name: _plain(group[name]) for name in sorted(set(GROUP_SETTINGS)) if name in group})
+
+
+def _with_expert_twins(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return parameter groups under both values of ``is_expert_parallel``; a name that is no JSON has no twin."""
+    found = dict(groups)
+    for name, fields in groups.items():
+        try:
+            settings = json.loads(name)
+        except ValueError:
+            continue
+        if isinstance(settings, dict) and "is_expert_parallel" in settings:
+            settings["is_expert_parallel"] = not settings["is_expert_parallel"]
+            found.setdefault(json.dumps(settings), fields)
+    return found
 
 
 def _step_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from liverun.checkpoint import Saver, Settings, with_expert_twins
+from liverun.checkpoint import Saver, Settings
 
 
 def test_settings_come_from_the_environment_and_nonsense_is_named(tmp_path: Path) -> None:
@@ -25,11 +24,3 @@ def test_a_checkpoint_is_due_once_and_never_before_the_first_step(tmp_path: Path
     saver._saved_step = 5  # it was loaded, or has just been taken
     assert [step for step in range(12) if saver.is_due(step)] == [10]
     assert not Saver(Settings(folder=tmp_path)).is_due(5)
-
-
-def test_groups_of_experts_are_found_whichever_ep_they_were_saved_under() -> None:
-    dense = json.dumps({"is_expert_parallel": False, "wd_mult": 1.0})
-    expert = json.dumps({"is_expert_parallel": True, "wd_mult": 1.0})
-    assert with_expert_twins({dense: {"step": 3}}) == {dense: {"step": 3}, expert: {"step": 3}}
-    both = {dense: {"step": 3}, expert: {"step": 4}}
-    assert with_expert_twins(both) == both

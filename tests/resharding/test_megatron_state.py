@@ -8,6 +8,7 @@ import json
 from types import SimpleNamespace
 
 import bed
+import common_state
 import pytest
 import torch
 from bed import Model, Split
@@ -121,6 +122,31 @@ def test_common_state_moves_and_disagreement_is_an_error(stack):
         megatron.merge_common_state([said, other])
     with pytest.raises(ValueError, match="no state for parameter group"):
         megatron.load_common_state(fresh, {"groups": {}, "grad_scaler": {}})
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("eps", [(1, 2), (2, 1), (2, 2)])
+def test_groups_of_experts_are_found_whichever_ep_they_come_from(eps: tuple[int, int], distributed: bool) -> None:
+    """At ep 1 experts are among the dense parameters, in the same groups."""
+    model = Model(layers=2, experts=2, distributed=distributed)
+    old, new = (bed.world(model, Split(dp=2, ep=ep)) for ep in eps)
+    for rank in old:
+        common_state.fill(rank.optimizer)
+    merged = megatron.merge_common_state([megatron.common_state(rank.optimizer) for rank in old])
+    for rank in new:
+        common_state.poison(rank.optimizer)
+        megatron.load_common_state(rank.optimizer, json.loads(json.dumps(merged)))
+        assert common_state.wrong(rank.optimizer) == []
+
+
+def test_a_group_whose_name_is_no_json_has_no_twin() -> None:
+    dense, expert = (json.dumps({"is_expert_parallel": flag, "wd_mult": 1.0}) for flag in (False, True))
+    strange = {"group 0": {"step": 1}, "3": {"step": 1}, "[1": {"step": 1}, "": {"step": 1}}
+    assert megatron._with_expert_twins({**strange, dense: {"step": 3}}) == {
+        **strange, dense: {"step": 3}, expert: {"step": 3},
+    }  # fmt: skip
+    both = {dense: {"step": 3}, expert: {"step": 4}}
+    assert megatron._with_expert_twins(both) == both
 
 
 def test_parameters_at_different_steps_are_refused(stack):
