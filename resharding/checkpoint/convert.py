@@ -2,18 +2,21 @@
 
 A ``Source`` says which whole tensors it has and yields their pieces; where it keeps a tensor in one piece, that piece
 is the most that is in memory. What is done is noted in the temporary folder once it is on disk, so that a conversion
-that was interrupted goes on where it was.
+that was interrupted goes on where it was. That folder's name says from which files it is, and how they were read:
+what one source had is never taken for another's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from resharding.assign import natural
 from resharding.checkpoint import folder as folders
@@ -41,6 +44,10 @@ class Source(Protocol):
         """What it says of itself."""
 
     @property
+    def mark(self) -> str:
+        """Tells it from every other source, and from itself read in another way; see ``mark_of``."""
+
+    @property
     def fused(self) -> Mapping[str, Fused]:
         """Which tensors are to be parted."""
 
@@ -63,43 +70,66 @@ class Converted:
 def convert(source: Source, root: Path, *, progress: Callable[[int], None] = lambda _: None) -> Converted:
     """Write a checkpoint with everything of ``source`` into the folder ``root``; ``progress`` is told bytes done.
 
-    Raises ``BadCheckpoint`` for what is wrong with the source, and ``OSError``.
+    Raises ``BadCheckpoint`` for what is wrong with the source, or where ``root`` has a checkpoint of this step, and
+    ``OSError``.
     """
     plan = design(source.tensors, source.fused)
-    temporary = root / folders.temporary_name(source.meta.step, "c" + _fingerprint(plan.index))
+    _refuse_existing(root, source.meta.step)
+    temporary = root / folders.conversion_name(source.meta.step, _fingerprint(plan.index, source.mark))
     temporary.mkdir(parents=True, exist_ok=True)
-    done = _read_journal(temporary / JOURNAL)
-    sums = list(done.values())
-    num_resumed = len(done)
-    with Files(temporary, writing=True) as files, (temporary / JOURNAL).open("a") as journal:
-        if not done:
-            sizes = {file.name: file.nbytes for file in plan.index.files}
-            for name, header in plan.headers.items():
-                files.create(name, header, sizes[name])
-        pending: list[str] = []
-        filled = 0
-        for tensor in sorted(plan.index.whole, key=lambda tensor: natural(tensor.key)):
-            nbytes = sum(entry.nbytes for entry in plan.index.entries_of(tensor.key))
-            if tensor.key not in done:
-                found = sums_of(plan.index, source.parts(tensor.key), sink=files.write)
-                _check_whole(plan.index, tensor.key, found)
-                if (reason := source.complaint()) is not None:
-                    shutil.rmtree(temporary)
-                    raise BadCheckpoint(reason)
-                sums.append(found)
-                pending.append(json.dumps([tensor.key, found]))
-                filled += nbytes
-                if filled >= SYNC_BYTES:
-                    _note(files, journal, pending)
-                    filled = 0
-            progress(nbytes)
-        _note(files, journal, pending)
-    totals = add_sums(sums)
-    entries = tuple(replace(entry, digest=totals[entry.key][0]) for entry in plan.index.entries)
-    index = replace(plan.index, entries=entries, meta=source.meta)
-    folders.write_synced(temporary / INDEX_NAME, index.encode())
-    (temporary / JOURNAL).unlink()
-    return Converted(path=folders.publish(root, temporary, source.meta.step), num_resumed=num_resumed)
+    with _journal(temporary / JOURNAL) as journal:
+        done = _read_journal(journal)
+        num_resumed = len(done)
+        with Files(temporary, writing=True) as files:
+            if not done:
+                sizes = {file.name: file.nbytes for file in plan.index.files}
+                for name, header in plan.headers.items():
+                    files.create(name, header, sizes[name])
+            _convert(source, plan.index, files, journal, done=done, progress=progress)
+        totals = add_sums(list(done.values()))
+        entries = tuple(replace(entry, digest=totals[entry.key][0]) for entry in plan.index.entries)
+        index = replace(plan.index, entries=entries, meta=source.meta)
+        folders.write_synced(temporary / INDEX_NAME, index.encode())
+        _refuse_existing(root, source.meta.step)
+        (temporary / JOURNAL).unlink()
+        path = folders.publish(root, temporary, source.meta.step)
+    return Converted(path=path, num_resumed=num_resumed)
+
+
+def _convert(
+    source: Source,
+    index: Index,
+    files: Files,
+    journal: IO[str],
+    *,
+    done: dict[str, dict[str, tuple[int, int]]],
+    progress: Callable[[int], None],
+) -> None:
+    """Write every tensor that is not ``done``, and add it there. Raises ``BadCheckpoint`` and ``OSError``."""
+    pending: list[str] = []
+    filled = 0
+    for tensor in sorted(index.whole, key=lambda tensor: natural(tensor.key)):
+        nbytes = sum(entry.nbytes for entry in index.entries_of(tensor.key))
+        if tensor.key not in done:
+            found = sums_of(index, source.parts(tensor.key), sink=files.write)
+            _check_whole(index, tensor.key, found)
+            if (reason := source.complaint()) is not None:
+                shutil.rmtree(Path(journal.name).parent)
+                raise BadCheckpoint(reason)
+            done[tensor.key] = found
+            pending.append(json.dumps([tensor.key, found]))
+            filled += nbytes
+            if filled >= SYNC_BYTES:
+                _note(files, journal, pending)
+                filled = 0
+        progress(nbytes)
+    _note(files, journal, pending)
+
+
+def _refuse_existing(root: Path, step: int) -> None:
+    path = dict(folders.complete_in(root)).get(step)
+    if path is not None:
+        raise BadCheckpoint(f"{path} exists; name another folder, or remove it")
 
 
 def _note(files: Files, journal: IO[str], pending: list[str]) -> None:
@@ -109,14 +139,27 @@ def _note(files: Files, journal: IO[str], pending: list[str]) -> None:
     pending.clear()
 
 
-def _read_journal(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return the sums of every tensor that is done; a line that was being written counts for nothing."""
+@contextlib.contextmanager
+def _journal(path: Path) -> Iterator[IO[str]]:
+    """Open the journal for this process alone. Raises ``BadCheckpoint`` where another one has it."""
+    with path.open("a+") as journal:
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadCheckpoint(f"another process converts into {path.parent}; wait until it has ended") from None
+        yield journal
+
+
+def _read_journal(journal: IO[str]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return the sums of every tensor that is done; a line that was being written counts for nothing, and goes."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
-    if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                key, sums = json.loads(line)
-                found[key] = {entry: (row[0], row[1]) for entry, row in sums.items()}
+    journal.seek(0)
+    lines = journal.read().splitlines(keepends=True)
+    for line in lines:
+        if line.endswith("\n"):
+            key, sums = json.loads(line)
+            found[key] = {entry: (row[0], row[1]) for entry, row in sums.items()}
+    journal.truncate(sum(len(line.encode()) for line in lines if line.endswith("\n")))
     return found
 
 
@@ -127,9 +170,17 @@ def _check_whole(index: Index, key: str, found: Mapping[str, tuple[int, int]]) -
             raise BadCheckpoint(f"{entry.key} has {entry.nbytes} bytes, and the source has {nbytes} of them")
 
 
-def _fingerprint(index: Index) -> str:
-    text = json.dumps([[entry.key, entry.dtype, entry.shape, entry.file] for entry in index.entries])
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+def _fingerprint(index: Index, mark: str) -> str:
+    text = json.dumps([mark, *([entry.key, entry.dtype, entry.shape, entry.file] for entry in index.entries)])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def mark_of(folder: Path, **told: Any) -> str:
+    """Return a word for a source's files, by their place, size and time of change, and for what was told of them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    rows = [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    text = json.dumps([str(folder.resolve()), rows, told], sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def stripped_part(part: Part, shape: Sequence[int]) -> Part:

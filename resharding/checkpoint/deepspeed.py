@@ -22,7 +22,7 @@ import torch
 
 from resharding.boxes import Shape
 from resharding.checkpoint.bits import bits_of_tensor
-from resharding.checkpoint.convert import stripped_part
+from resharding.checkpoint.convert import mark_of, stripped_part
 from resharding.checkpoint.deepspeed_layers import (
     expert_names,
     expert_weights,
@@ -164,6 +164,7 @@ class DeepSpeedSource:
         if (folder / "latest").is_file():
             folder = folder / (folder / "latest").read_text().strip()
         self._folder = folder
+        self.mark = mark_of(folder, model=model, patterns=patterns, consumed_samples=consumed_samples)
         self._slices = _slices(folder)
         first = self._slices[0].model
         info = first.get("universal_checkpoint_info") or {}

@@ -8,6 +8,8 @@
             index.json
             weight-00001.safetensors  …
         .step-00000200.3f9c.tmp/      being written, or left by a job that died; never chosen
+        .step-00000200.convert3f.tmp/ a conversion, running or interrupted; never chosen, and no job removes it
+        .step-00000100.replaced/      the one before of a step that is saved once more, until that has its name
 
 Needs no torch.
 """
@@ -25,7 +27,9 @@ from resharding.checkpoint.format import INDEX_NAME, BadCheckpoint
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{8,})")
+_REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
 _TEMPORARY = re.compile(r"\.step-(\d{8,})\.([0-9a-z]+)\.tmp")
+_CONVERSION = "convert"
 
 
 def folder_name(step: int) -> str:
@@ -38,30 +42,44 @@ def temporary_name(step: int, nonce: str) -> str:
     return f".{folder_name(step)}.{nonce}.tmp"
 
 
+def conversion_name(step: int, mark: str) -> str:
+    """Return the name of a folder that a conversion is written in; ``mark``, of digits and a to z, says from what."""
+    return temporary_name(step, _CONVERSION + mark)
+
+
 def fresh_nonce() -> str:
     """Return a word that no other attempt has."""
     return secrets.token_hex(4)
 
 
 def complete_in(root: Path) -> list[tuple[int, Path]]:
-    """Return step and folder of every complete checkpoint, oldest first."""
-    found = []
+    """Return step and folder of every complete checkpoint, oldest first.
+
+    Of a step that was being saved once more when the job died, it is the folder that was moved aside for it.
+    """
+    found: dict[int, Path] = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for path in root.iterdir():
-            match = _NAME.fullmatch(path.name)
+        for path in sorted(root.iterdir(), reverse=True):  # those aside come last
+            aside = _REPLACED.fullmatch(path.name)
+            match = _NAME.fullmatch(aside[1] if aside else path.name)
             if match is not None and (path / INDEX_NAME).is_file():
-                found.append((int(match[1]), path))
-    return sorted(found)
+                found.setdefault(int(match[1]), path)
+    return sorted(found.items())
+
+
+def unfinished_in(root: Path) -> list[Path]:
+    """Return the folders with the name of a complete checkpoint that are none, newest first."""
+    if not root.is_dir():
+        return []
+    named = (path for path in root.iterdir() if _NAME.fullmatch(path.name) and not (path / INDEX_NAME).is_file())
+    return sorted(named, reverse=True)
 
 
 def candidates(root: Path) -> list[Path]:
     """Return the complete checkpoints to try, best first: what ``latest`` names, then the others, newest first."""
-    found = [path for _, path in reversed(complete_in(root))]
-    named = latest_of(root)
-    if named in found:
-        found.remove(named)
-        found.insert(0, named)
-    return found
+    found = complete_in(root)[::-1]
+    found.sort(key=lambda row: root / folder_name(row[0]) != latest_of(root))
+    return [path for _, path in found]
 
 
 def latest_of(root: Path) -> Path | None:
@@ -114,38 +132,53 @@ def publish(root: Path, temporary: Path, step: int) -> Path:
     """Give a folder that is whole and on disk its name, then point ``latest`` at it. Raises ``OSError``.
 
     Both names go to disk together. Where a crash of the machine leaves only the second one, ``latest`` names what is
-    not there, and the newest that is there is taken.
+    not there, and the newest that is there is taken. A checkpoint of the same step is moved aside first, where it is
+    found as long as this one has not its name, and goes when it has.
     """
     path = root / folder_name(step)
     pointer = _write_beside(root / LATEST, f"{path.name}\n".encode())
+    aside = root / f".{path.name}.replaced"
     try:
         sync_folder(temporary)
         if path.exists():
-            _discard(path)
+            if aside.exists():
+                _discard(aside if (path / INDEX_NAME).is_file() else path)
+            if path.exists():
+                path.rename(aside)
         temporary.rename(path)
         pointer.replace(root / LATEST)
     except OSError:
         pointer.unlink(missing_ok=True)
+        if aside.exists() and not path.exists():
+            aside.rename(path)
         raise
     sync_folder(root)
+    if aside.exists():
+        _discard(aside)
     return path
 
 
 def prune(root: Path, keep_last: int) -> list[Path]:
     """Remove all complete checkpoints but the ``keep_last`` newest; what ``latest`` names stays. Returns them."""
-    old = [path for _, path in complete_in(root)[: -keep_last or None]]
-    gone = [path for path in old if path != latest_of(root)]
+    old = complete_in(root)[: -keep_last or None]
+    gone = [path for step, path in old if root / folder_name(step) != latest_of(root)]
     for path in gone:
         _discard(path)
     return gone
 
 
 def clear_temporary(root: Path, nonce: str, step: int) -> None:
-    """Remove what jobs that died, or saves of ours up to ``step``, have left half-written."""
+    """Remove what jobs that died, or saves of ours up to ``step``, have left half-written; conversions stay."""
     for path in root.glob(".step-*.tmp"):
         match = _TEMPORARY.fullmatch(path.name)
+        if match is not None and match[2].startswith(_CONVERSION):
+            continue  # it may be running, or is to be taken up again
         if match is None or match[2] != nonce or int(match[1]) <= step:
             shutil.rmtree(path, ignore_errors=True)
+    for path in root.glob(".step-*.replaced"):
+        named = _REPLACED.fullmatch(path.name)
+        if named is not None and (root / named[1] / INDEX_NAME).is_file():
+            _discard(path)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -216,6 +249,6 @@ _OWN_KINDS = {"ext2", "ext3", "ext4", "xfs", "f2fs", "btrfs", "tmpfs", "overlay"
 
 def _discard(path: Path) -> None:
     """Remove a complete checkpoint: it loses its name first, so that no half of it is ever taken for a whole."""
-    gone = path.with_name(f".{path.name}.{fresh_nonce()}.old.tmp")
+    gone = path.with_name(f".{path.name.removeprefix('.')}.{fresh_nonce()}.old.tmp")
     path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)

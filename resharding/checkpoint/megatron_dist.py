@@ -20,7 +20,7 @@ import torch
 from resharding.boxes import DTYPE_SIZES_BYTES, Shape, overlap
 from resharding.checkpoint.bits import bits_of_tensor
 from resharding.checkpoint.buckets import Buffer, Found, Misfit, buckets_in, locate
-from resharding.checkpoint.convert import stripped_part
+from resharding.checkpoint.convert import mark_of, stripped_part
 from resharding.checkpoint.format import BadCheckpoint, Meta
 from resharding.checkpoint.fused import Fused, experts, gate_up, query_key_value
 from resharding.checkpoint.parts import Part
@@ -73,6 +73,7 @@ class MegatronSource:
         Raises ``BadCheckpoint``, also for what has to be told and is not.
         """
         self._folder = folder
+        self.mark = mark_of(folder, model=model, vocab_size=vocab_size, consumed_samples=consumed_samples)
         self._theirs, objects = _chunks_of(folder)
         common = load_torch(folder / "common.pt", str(folder / "common.pt"))
         arguments = {**_arguments(common), **(model or {})}

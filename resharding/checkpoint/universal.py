@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from resharding.checkpoint.bits import bits_of_tensor
+from resharding.checkpoint.convert import mark_of
 from resharding.checkpoint.format import BadCheckpoint, Meta
 from resharding.checkpoint.fused import Fused
 from resharding.checkpoint.megatron_dist import fused_by_config
@@ -39,6 +40,7 @@ class UniversalSource:
         """
         if vocab_size is not None:
             raise BadCheckpoint(f"{folder} has no padding to leave out; call this without --vocab-size")
+        self.mark = mark_of(folder, model=model, consumed_samples=consumed_samples)
         client = _client(folder)
         shapes = {name: tuple(shape) for named in client.get("param_shapes") or () for name, shape in named.items()}
         self._files: dict[str, Path] = {}

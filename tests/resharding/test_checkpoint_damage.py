@@ -53,8 +53,9 @@ def holdings(tensors: dict[str, torch.Tensor]) -> list[Holding]:
     return [Holding.of(pieces) for pieces in ranks]
 
 
-def save(root: Path, step: int, *, keep_last: int | None = None) -> Path:
-    held = holdings(state(step))
+def save(root: Path, step: int, *, keep_last: int | None = None, value: int | None = None) -> Path:
+    """Save the numbers of ``state(value)``, by default ``state(step)``."""
+    held = holdings(state(step if value is None else value))
     listings = [listing_of(each) for each in held]
     whole = writer.tensors_in(listings)
     plan = writer.design(whole, FUSED)
@@ -81,8 +82,8 @@ def load(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def holds(path: Path, step: int) -> bool:
-    return all(torch.equal(tensor, state(step)[key]) for key, tensor in load(path).items())
+def holds(path: Path, value: int) -> bool:
+    return all(torch.equal(tensor, state(value)[key]) for key, tensor in load(path).items())
 
 
 class Crash(BaseException):
@@ -136,6 +137,52 @@ def test_a_crash_at_any_point_of_a_save_leaves_the_one_before_or_the_new_one(tmp
             assert holds(root, 3)
         shutil.rmtree(root)
     assert seen == {1, 2}
+
+
+def test_a_crash_at_any_point_of_saving_a_step_once_more_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    """A job that came back to the step before saves a step that is there, perhaps as the only one."""
+    save(tmp_path / "first", 2)
+    seen, counted = set(), []
+    with pytest.MonkeyPatch.context() as patch:
+        crash_at(patch, 10**6, counted)
+        shutil.copytree(tmp_path / "first", tmp_path / "none")
+        counted.clear()
+        save(tmp_path / "none", 2, value=5)
+    last = max(i for i, name in enumerate(counted) if name == "pwrite")
+    for number in range(last, len(counted)):  # before that, nothing that was there is touched
+        root = tmp_path / str(number)
+        shutil.copytree(tmp_path / "first", root)
+        with pytest.MonkeyPatch.context() as patch:
+            crash_at(patch, number, [])
+            with pytest.raises(Crash):
+                save(root, 2, value=5)
+        (best,) = folder.candidates(root)
+        value = next(each for each in (2, 5) if holds(best, each))
+        seen.add((value, best.name))
+        assert folder.resolve(root) == best
+        folder.clear_temporary(root, "another", 0)
+        assert folder.candidates(root) == [best]
+        save(root, 2, value=7)  # the next save is none the worse for it
+        assert holds(root, 7)
+        folder.clear_temporary(root, "another", 0)
+        assert [path.name for path in root.iterdir() if "step-" in path.name] == ["step-00000002"]
+    assert seen == {(2, "step-00000002"), (2, ".step-00000002.replaced"), (5, "step-00000002")}
+
+
+def test_a_step_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 2)
+    real = os.rename
+
+    def rename(source, target, **kwargs):
+        if str(source).endswith(".tmp") and Path(target) == path:
+            raise OSError(5, "Input/output error")
+        return real(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(tmp_path, 2, value=5)
+    assert folder.candidates(tmp_path) == [path]
+    assert holds(path, 2)
 
 
 def test_everything_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
