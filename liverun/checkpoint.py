@@ -14,7 +14,6 @@ A thread ends with its process, so nothing writes on behalf of a trainer that is
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import sys
@@ -32,16 +31,15 @@ import torch
 from liverun import fence, groups, messages, rng
 from liverun.prepare import Standing, _stream_pieces
 from liverun.reasons import in_short
-from liverun.switch import Position, _install, _to_json
+from liverun.resume import Ground, load_newest
+from liverun.switch import Position, _to_json
 from liverun.world import World
 from resharding import boxes, listing, megatron
-from resharding.assign import Unplannable
 from resharding.checkpoint import folder as folders
-from resharding.checkpoint import reader, writer
-from resharding.checkpoint.format import BadCheckpoint, Meta
+from resharding.checkpoint import writer
+from resharding.checkpoint.format import Meta
 from resharding.checkpoint.fused import Fused, read_fused
 from resharding.checkpoint.model import described, fused_in
-from resharding.checkpoint.opened import Checkpoint
 from resharding.checkpoint.parts import Part
 
 _TIMEOUT_S = 600.0
@@ -88,27 +86,7 @@ def _count(environ: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ground:
-    """What this rank knows of a world, to save from it and to load into it."""
-
-    standing: Standing
-    nonce: str
-    """names this job's temporary folders"""
-    hosts: tuple[str, ...]
-    one_disk: bool
-    """all ranks write to a disk of the one machine they are on, so locks and pages of files are shared"""
-    listings: tuple[listing.Listing, ...]
-    """of all ranks, random streams left out"""
-    holding: boxes.Holding
-    """of this rank, random streams among it"""
-    streams: Mapping[str, torch.Tensor]
-    """where random streams are laid out to be saved"""
-    design: writer.Design
-    share: writer.Share
-
-
-def _learn(standing: Standing, gather: Gather, disk: str) -> _Ground:
+def _learn(standing: Standing, gather: Gather, disk: str) -> Ground:
     """Exchange what all ranks of a world hold, and write to. Every rank calls this; it gathers three times."""
     rank = standing.world.rank
     streams = {name: torch.empty_like(state) for name, state in rng.capture().items()}
@@ -129,7 +107,7 @@ def _learn(standing: Standing, gather: Gather, disk: str) -> _Ground:
     table: dict[str, Fused] = {}
     for each in said:
         table.update({name: read_fused(spec) for name, spec in each["fused"].items()})
-    return _Ground(
+    return Ground(
         standing=standing, nonce=said[0]["nonce"], hosts=hosts, one_disk=len({each["disk"] for each in said}) == 1,
         listings=tuple(listings), streams=streams,
         holding=boxes.Holding.of([*standing.holding.pieces, *_stream_pieces(dict(streams), rank)]),
@@ -164,7 +142,7 @@ class _Learning:
     """Finding out, in a thread, what the ranks of one world hold."""
 
     def __init__(self, standing: Standing, host: str, port: int, disk: str) -> None:
-        self._ground: _Ground | None = None
+        self._ground: Ground | None = None
         self._trouble = "the world was left"
         self._thread = threading.Thread(
             target=self._learn, args=(standing, host, port, disk), name="liverun-checkpoint-learn", daemon=True
@@ -178,7 +156,7 @@ class _Learning:
             # torch's store raises RuntimeErrors; a world that is left meanwhile has been emptied
             self._trouble = in_short(error)
 
-    def known(self) -> _Ground:
+    def known(self) -> Ground:
         """Wait for it. Raises ``RuntimeError`` if it could not be found out."""
         self._thread.join()
         if self._ground is None:
@@ -218,7 +196,7 @@ class Saver:
         """Wait until a checkpoint could be taken at once."""
         self._known()
 
-    def _known(self) -> _Ground:
+    def _known(self) -> Ground:
         assert self._learning is not None, "no world has been entered"
         return self._learning.known()
 
@@ -227,79 +205,14 @@ class Saver:
     def load(self, device: torch.device) -> Position | None:
         """Load the newest checkpoint that is whole into the world just entered; ``None`` where there is none at all.
 
-        Collective over the world. One that turns out to be damaged is named on stderr, and the one before is taken.
-        Raises ``SystemExit`` where there are checkpoints, but none that this model can be loaded from.
+        Collective over the world. One that cannot be loaded is named on stderr, and the one before is taken. Raises
+        ``SystemExit`` where none can be loaded, or where the folder is something else than one of checkpoints.
         """
-        ground = self._known()
-        world, group = ground.standing.world, ground.standing.globals.default_pg
-        group = torch.distributed.group.WORLD if group is None else group
-        found = [path.name for path in folders.candidates(self.settings.folder)]
-        names = groups.allgather_json(group, found, device)[0]  # what rank 0 sees
-        reasons: list[str] = []
-        for name in names:
-            mine = self._read(ground, self.settings.folder / name)
-            said = groups.allgather_json(group, mine, device)
-            reason = next((each["trouble"] for each in said if each["trouble"]), "")
-            if not reason:
-                try:
-                    with Checkpoint.open(self.settings.folder / name) as checkpoint:
-                        reader.check_sums(checkpoint, [each["sums"] for each in said])
-                        self._take_over(ground, checkpoint)
-                        meta = checkpoint.index.meta
-                except BadCheckpoint as error:
-                    reason = str(error)
-                else:
-                    self._saved_step = meta.step
-                    _say_once(world, f"resumed from {self.settings.folder / name}, step {meta.step}")
-                    return Position(step=meta.step, consumed_samples=meta.consumed_samples)
-            reasons.append(reason)
-            _say_once(world, f"cannot resume from {self.settings.folder / name}: {reason}")
-        if reasons:
-            raise SystemExit(
-                f"liverun: none of the checkpoints in {self.settings.folder} can be loaded ({reasons[0]}); "
-                "name another --checkpoint-dir to begin from nothing"
-            )
-        return None
-
-    def _read(self, ground: _Ground, path: Path) -> dict[str, Any]:
-        """Read this rank's boxes; return digests of its part of the state, or what went wrong."""
-        standing = ground.standing
-        try:
-            with Checkpoint.open(path) as checkpoint:
-                reader.check_places(checkpoint, ground.listings)
-                megatron.materialize_optimizer_state(standing.training.optimizer, empty=True)
-                reader.read_into(checkpoint, standing.holding)
-                sums = reader.sums_here(
-                    checkpoint, standing.world.rank, ground.listings, ground.hosts, standing.holding
-                )
-        except (BadCheckpoint, Unplannable, OSError) as error:
-            return {"trouble": str(error), "sums": {}}
-        return {"trouble": "", "sums": sums}
-
-    def _take_over(self, ground: _Ground, checkpoint: Checkpoint) -> None:
-        """Load what is no tensor, and the random streams: with the role if the layout is the same, else anew."""
-        standing, meta = ground.standing, checkpoint.index.meta
-        _install(
-            standing.training,
-            {"optimizer": meta.optimizer, "scheduler": meta.scheduler, "extra": meta.extra},
-        )
-        streams = self._streams(ground, checkpoint) if _same_role(standing.world, meta.origin) else {}
-        if streams:
-            rng.restore(streams)
-        elif standing.world.streams.seed is not None:
-            rng.seed_everything(standing.world.streams.seed)
-
-    def _streams(self, ground: _Ground, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-        prefix = f"rng/{ground.standing.world.rank}/"
-        found = {}
-        for entry in checkpoint.index.entries:
-            if entry.key.startswith(prefix):
-                if (reason := checkpoint.damage(entry)) is not None:
-                    raise BadCheckpoint(reason)
-                state = torch.empty(math.prod(entry.shape), dtype=torch.uint8)
-                checkpoint.read(entry.key, (0,), state.numpy())
-                found[entry.key.removeprefix(prefix)] = state
-        return found if found.keys() == ground.streams.keys() else {}
+        meta = load_newest(self._known(), self.settings.folder, device)
+        if meta is None:
+            return None
+        self._saved_step = meta.step
+        return Position(step=meta.step, consumed_samples=meta.consumed_samples)
 
     # --- saving ---
 
@@ -366,7 +279,7 @@ class Saver:
             self._writing.join()
 
     def _write(
-        self, ground: _Ground, step: int, parts: list[Part], small: dict[str, Any], *, request: int,
+        self, ground: Ground, step: int, parts: list[Part], small: dict[str, Any], *, request: int,
         pause_s: float,
     ) -> None:
         root, rank = self.settings.folder, ground.standing.world.rank
@@ -393,7 +306,7 @@ class Saver:
         if self._is_given_up:
             raise RuntimeError(_GIVEN_UP)
 
-    def _commit(self, ground: _Ground, temporary: Path, step: int) -> Path:
+    def _commit(self, ground: Ground, temporary: Path, step: int) -> Path:
         root, world = self.settings.folder, ground.standing.world
         path = writer.commit(
             root, temporary, ground.design, num_ranks=world.world_size, timeout_s=_TIMEOUT_S,
@@ -441,12 +354,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _same_role(world: World, origin: Mapping[str, Any]) -> bool:
-    return origin.get("layout") == world.layout.as_dict() and origin.get("world_size") == world.world_size
-
-
-def _say_once(world: World, sentence: str) -> None:
-    if world.rank == 0:
-        print(f"liverun: {sentence}", file=sys.stderr, flush=True)

@@ -225,7 +225,7 @@ def load_common_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
     Raises ``ValueError`` if a group of this optimizer is not in it.
     """
-    groups = _with_expert_twins(state["groups"])
+    groups = with_expert_twins(state["groups"])
     for leaf in leaves(optimizer):
         for group in leaf.optimizer.param_groups:
             name = _group_name(group)
@@ -741,7 +741,7 @@ def _group_name(group: Mapping[str, Any]) -> str:
     return json.dumps({name: _plain(group[name]) for name in sorted(set(GROUP_SETTINGS)) if name in group})
 
 
-def _with_expert_twins(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def with_expert_twins(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return parameter groups under both values of ``is_expert_parallel``; a name that is no JSON has no twin."""
     found = dict(groups)
     for name, fields in groups.items():

@@ -112,8 +112,33 @@ def resolve(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> str | None:
-    """Tell whose checkpoint a folder is, if it is not ours: ``megatron``, ``dcp``, ``universal`` or ``deepspeed``."""
-    return next((kind for name, kind in _FOREIGN.items() if any(path.glob(name))), None)
+    """Tell whose checkpoint a folder is, if it is not ours: ``megatron``, ``dcp``, ``universal`` or ``deepspeed``.
+
+    A folder of several, with a file that names the newest, is of the kind of that one.
+    """
+    inner = newest_of_others(path)
+    return next((kind for name, kind in _FOREIGN.items() if any(inner.glob(name))), None)
+
+
+def newest_of_others(path: Path) -> Path:
+    """Return the folder that DeepSpeed's ``latest`` or Megatron's file names, where there is one, or ``path``."""
+    for pointer, form in ((LATEST, "{}"), ("latest_checkpointed_iteration.txt", "iter_{:0>7}")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            name = (path / pointer).read_text().strip()
+            inner = path / form.format(name)
+            if name and inner.parent == path and inner.is_dir():
+                return inner
+    return path
+
+
+def misuse_of(root: Path) -> str | None:
+    """Say in a sentence why no job can keep checkpoints of ours in ``root``, or ``None``."""
+    if (root / INDEX_NAME).is_file():
+        return f"{root} is itself a checkpoint; name the folder in which it lies, {root.absolute().parent}"
+    kind = kind_of(root)
+    if kind is None or (kind == "megatron" and not (newest_of_others(root) / ".metadata").exists()):
+        return None
+    return f"{root} is {_DESCRIBED[kind]}; convert it with 'liverun checkpoint convert' and name the folder it gives"
 
 
 _FOREIGN = {

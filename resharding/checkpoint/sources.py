@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from resharding.checkpoint.deepspeed import DeepSpeedSource
+from resharding.checkpoint.folder import newest_of_others
 from resharding.checkpoint.format import BadCheckpoint
 from resharding.checkpoint.megatron_dist import BuffersOf, MegatronSource
 from resharding.checkpoint.universal import UniversalSource
@@ -22,6 +23,7 @@ def open_source(
     **options: Any,
 ) -> MegatronSource | DeepSpeedSource | UniversalSource:
     """Open the checkpoint of a ``kind`` that ``folder.kind_of`` found. Raises ``BadCheckpoint``."""
+    path = newest_of_others(path)
     if kind == "megatron":
         return MegatronSource(path, model=model, buffers_of=buffers_of, **options)
     if kind == "universal":

@@ -142,11 +142,11 @@ def test_groups_of_experts_are_found_whichever_ep_they_come_from(eps: tuple[int,
 def test_a_group_whose_name_is_no_json_has_no_twin() -> None:
     dense, expert = (json.dumps({"is_expert_parallel": flag, "wd_mult": 1.0}) for flag in (False, True))
     strange = {"group 0": {"step": 1}, "3": {"step": 1}, "[1": {"step": 1}, "": {"step": 1}}
-    assert megatron._with_expert_twins({**strange, dense: {"step": 3}}) == {
+    assert megatron.with_expert_twins({**strange, dense: {"step": 3}}) == {
         **strange, dense: {"step": 3}, expert: {"step": 3},
     }  # fmt: skip
     both = {dense: {"step": 3}, expert: {"step": 4}}
-    assert megatron._with_expert_twins(both) == both
+    assert megatron.with_expert_twins(both) == both
 
 
 def test_parameters_at_different_steps_are_refused(stack):
