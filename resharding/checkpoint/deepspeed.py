@@ -36,7 +36,7 @@ from resharding.checkpoint.fused import Fused
 from resharding.checkpoint.megatron_dist import fused_by_config
 from resharding.checkpoint.parts import Part
 from resharding.checkpoint.patterns import Pattern, Patterns, from_deepspeed, read_patterns
-from resharding.checkpoint.universal import meta_of
+from resharding.checkpoint.universal import groups_of, meta_of
 from resharding.checkpoint.unpickled import load_torch
 from resharding.listing import Tensor
 
@@ -79,7 +79,8 @@ class _Slice:
         for name in names:
             self.flat[name] = [[state[g][name] for state in states] for g in range(count)]
         self.groups = inner[0]["param_groups"]
-        self.steps = [float(next(iter(states[0].values())).get("step", math.nan))]
+        self.step: Any = next(iter(states[0].values())).get("step")
+        """that the optimizer has made; DeepSpeed's own Adam counts in its groups"""
         counts = first.get("partition_count")
         self.ranges = self._ranges(model["param_shapes"], first.get("param_alignment_paddings"), counts, where)
         if self.stage3:
@@ -168,7 +169,7 @@ class DeepSpeedSource:
         self._slices = _slices(folder)
         first = self._slices[0].model
         info = first.get("universal_checkpoint_info") or {}
-        self._patterns: Patterns = read_patterns(patterns) if patterns else from_deepspeed(info)
+        self._patterns: Patterns = read_patterns(patterns) if "rules" in patterns else from_deepspeed(info)
         if vocab_size is not None:
             raise BadCheckpoint(f"--vocab-size {vocab_size}: name the tensors and their rows with --patterns instead")
         if self._slices[0].stage3 and first.get("frozen_param_shapes") and len(self._slices) > 1:
@@ -254,30 +255,18 @@ class DeepSpeedSource:
         return weight
 
     def _optimizer(self) -> dict[str, Any]:
-        """Return every group's settings, under numbers: they have no names, and which parameters are in each."""
-        groups, settings = {}, {}
-        for number, group in enumerate(self._slices[0].groups):
-            label = f"group {number}"
-            fields = {key: _plain(value) for key, value in group.items() if key != "params"}
-            named = [
-                name for each in self._slices for name, where in each.ranges.items() if where.group == number
-            ]
-            settings[label] = {**fields, "parameters": list(dict.fromkeys(named))}
-            groups[label] = {key: fields[key] for key in ("lr", "weight_decay") if key in fields}
-            groups[label]["step"] = self._slices[0].steps[0]
-        return {"groups": groups, "settings": settings}
+        """Return every group's settings, and which parameters are in each."""
+        first = self._slices[0]
+        named: dict[int, list[str]] = defaultdict(list)
+        for each in self._slices:
+            for name, where in each.ranges.items():
+                if name not in named[where.group]:
+                    named[where.group].append(name)
+        return groups_of(first.groups, named, lambda _number: first.step, self._folder)
 
     def complaint(self) -> str | None:
         """Nothing is wrong with these in a way that could be seen."""
         return None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, bool | int | float | str | type(None)) else None
 
 
 def _part(key: str, offset: Shape, value: torch.Tensor) -> Part:

@@ -30,7 +30,8 @@ from resharding.listing import Tensor
 _OPTIMIZER = re.compile(r"(?:optimizer\.)?(?:chained_\d+\.)?optimizer\.state\.([a-z_]+?)\.(.*)")
 _KINDS = {"param": "main", "fp32_param": "main"}
 _LAYERS = re.compile(r"(.*\.layers)\.(?!\d)(.*)")
-_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+"""whose first axis may end in rows that mean nothing"""
 _BUCKET = re.compile(r"(?:.*\.)?optimizer\.distributed\.dp_group_idx_\d+\..*")
 """keys of ``dp_reshardable``, which names no parameter"""
 _GROUPS = re.compile(r"(?:.*\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")
@@ -160,7 +161,7 @@ class MegatronSource:
             kind, name = (_KINDS.get(match[1], match[1]), match[2]) if match else ("weight", theirs)
             if kind == "main" and self._theirs.get(name, ("",))[0] == "float32":
                 continue  # the weight is the main parameter
-            padded = name in _PADDED
+            padded = name in PADDED
             layered = _LAYERS.fullmatch(name)
             rows = range(shape[0]) if layered else (None,)
             for row in rows:

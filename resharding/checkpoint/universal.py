@@ -1,9 +1,14 @@
-"""DeepSpeed's universal checkpoints as a source: ``zero/<parameter>/fp32.pt``, ``exp_avg.pt`` and so on."""
+"""DeepSpeed's universal checkpoints as a source: ``zero/<parameter>/fp32.pt``, ``exp_avg.pt`` and so on.
+
+Beside them lie ``step.pt``, the steps of a parameter's optimizer, and ``zero/optimizer_state.pt`` with the settings
+of its parameter groups.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,8 @@ from resharding.checkpoint.parts import Part
 from resharding.checkpoint.unpickled import load_torch
 from resharding.listing import Tensor
 
-KINDS = {"fp32": "main", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_STEP = "step"
+_GROUPS = "optimizer_state.pt"
 
 
 class UniversalSource:
@@ -33,39 +39,45 @@ class UniversalSource:
         consumed_samples: int | None = None,
         vocab_size: int | None = None,
         weights_only: bool = False,
+        patterns: Mapping[str, Any] | None = None,
     ) -> None:
         """Open it; who wrote it has left out padding of the vocabulary, so ``vocab_size`` is refused.
 
+        ``patterns`` are for whoever renames what is found here; slices have been put together.
         Raises ``BadCheckpoint``, also for what has to be told and is not.
         """
         if vocab_size is not None:
             raise BadCheckpoint(f"{folder} has no padding to leave out; call this without --vocab-size")
-        self.mark = mark_of(folder, model=model, consumed_samples=consumed_samples)
+        self.mark = mark_of(folder, model=model, patterns=patterns, consumed_samples=consumed_samples)
         client = _client(folder)
         shapes = {name: tuple(shape) for named in client.get("param_shapes") or () for name, shape in named.items()}
         self._files: dict[str, Path] = {}
         tensors: list[Tensor] = []
         for path in sorted((folder / "zero").glob("*/*.pt")):
-            kind = KINDS.get(path.stem)
-            if kind is None or (weights_only and kind != "main"):
+            kind = "weight" if path.stem == "fp32" else path.stem
+            if kind == _STEP or (weights_only and kind != "weight"):
                 continue
             value = _param(path)
             size = tuple(value.shape)
             told = shapes.get(path.parent.name, size)
             if len(size) == 1 and math.prod(told) == size[0]:
                 size = told  # ZeRO stage 3 writes them flat
-            key = f"{'weight' if kind == 'main' else kind}/{path.parent.name}"
+            key = f"{kind}/{path.parent.name}"
             self._files[key] = path
             tensors.append(Tensor(key, str(value.dtype).removeprefix("torch."), size, False))
         if not tensors:
             raise BadCheckpoint(f"{folder} has no zero/*/fp32.pt; point at the folder of a universal checkpoint")
         self.tensors: Sequence[Tensor] = tensors
         self._shapes = {tensor.key: tensor.global_shape for tensor in tensors}
+        for key, path in self._files.items():
+            weight = f"weight/{path.parent.name}"
+            if self._shapes[key] != self._shapes.get(weight):
+                raise BadCheckpoint(f"{path} has not the shape of fp32.pt beside it; pass --weights-only to omit it")
         self.nbytes = sum(path.stat().st_size for path in self._files.values())
         self.fused: Mapping[str, Fused] = fused_by_config(tensors, model)
         self.meta = meta_of(
-            folder, step=step, consumed_samples=consumed_samples, client=client, optimizer={},
-            source="deepspeed universal",
+            folder, step=step, consumed_samples=consumed_samples, client=client, source="deepspeed universal",
+            optimizer={} if weights_only else _optimizer(folder, client),
         )  # fmt: skip
 
     def parts(self, key: str) -> Iterator[Part]:
@@ -92,6 +104,65 @@ def _param(path: Path) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise BadCheckpoint(f"{path} holds no parameter")
     return value
+
+
+def _optimizer(folder: Path, client: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every group's settings and steps, and as far as it is said which parameters are in each."""
+    path = folder / "zero" / _GROUPS
+    if not path.is_file():
+        return {}
+    said = load_torch(path, str(path), mapped=True)
+    groups = said.get("param_groups") if isinstance(said, Mapping) else None
+    if not isinstance(groups, Sequence):
+        raise BadCheckpoint(f"{path} has no param_groups; pass --weights-only to leave the optimizer out")
+    named = {number: list(shapes) for number, shapes in enumerate(client.get("param_shapes") or ())}
+    files = {path.parent.name: path for path in (folder / "zero").glob(f"*/{_STEP}.pt")}
+    steps = {name: plain(load_torch(path, str(path))) for name, path in files.items()}
+
+    def step_of(number: int) -> Any:
+        found = {steps[name] for name in named.get(number, steps) if name in steps}
+        if len(found) > 1:
+            raise BadCheckpoint(
+                f"parameters of group {number} of {folder} are at different steps, {sorted(found)}; pass "
+                "--weights-only to leave the optimizer out"
+            )
+        return next(iter(found), None)
+
+    return groups_of(groups, named, step_of, folder)
+
+
+def groups_of(
+    groups: Sequence[Mapping[str, Any]],
+    named: Mapping[int, Sequence[str]],
+    step_of: Callable[[int], Any],
+    folder: Path,
+) -> dict[str, Any]:
+    """Return what an index says of an optimizer. Groups are under numbers, as they have no names.
+
+    ``named`` are the parameters of each, ``step_of`` the steps that its parameters have made; else the group has
+    them. Raises ``BadCheckpoint`` where neither does.
+    """
+    found: dict[str, Any] = defaultdict(dict)
+    for number, group in enumerate(groups):
+        label = f"group {number}"
+        fields = {key: plain(value) for key, value in group.items() if key != "params"}
+        step = step_of(number)
+        step = fields.get("step") if step is None else plain(step)
+        if not isinstance(step, int | float):
+            raise BadCheckpoint(f"{folder} does not say how many steps {label} has made; pass --weights-only")
+        found["settings"][label] = {**fields, "parameters": list(named.get(number, ()))}
+        found["groups"][label] = {key: fields[key] for key in ("lr", "weight_decay") if key in fields}
+        found["groups"][label]["step"] = float(step)
+    return dict(found)
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a parameter group as JSON, and ``None`` for what is none."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def meta_of(

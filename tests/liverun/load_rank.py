@@ -56,10 +56,15 @@ def main() -> None:
     assert saver is not None
     megatron.materialize_optimizer_state(training.optimizer)
     weight = next(training.model[0].parameters()).detach()
+    (leaf,) = megatron.leaves(training.optimizer)
+    states = list(leaf.optimizer.state.values())
 
     def save(root: Path, step: int) -> None:
         saver.settings = Settings(folder=root)
         weight.fill_(step)
+        for state in states:
+            state["exp_avg"].fill_(step)
+            state["step"].fill_(step)
         counter.value = step
         torch.manual_seed(100 * step + int(rank))
         saver.save(Position(step=step, consumed_samples=8 * step))
@@ -82,6 +87,10 @@ def main() -> None:
         saver.settings = Settings(folder=root)
         counter.value = -1
         weight.fill_(-1)
+        for state in states:
+            state["exp_avg"].fill_(-1)
+            state["step"].fill_(-1)
+        saver._known().standing.training.extra = {} if name == "another framework's, renamed" else {"counter": counter}
         torch.manual_seed(0)
         with contextlib.redirect_stderr(io.StringIO()) as said:
             try:
@@ -92,6 +101,9 @@ def main() -> None:
         told[name] = {
             "step": position and position.step, "weight": float(weight.flatten()[0]), "extra": counter.value,
             "drawn": torch.initial_seed(), "said": said.getvalue(),
+            "moments": sorted({float(value) for state in states for value in state["exp_avg"].flatten()}),
+            "steps": sorted({float(state["step"]) for state in states}),
+            "lrs": sorted(group["lr"] for group in leaf.optimizer.param_groups),
         }  # fmt: skip
     dist.barrier()
     print(json.dumps(told))

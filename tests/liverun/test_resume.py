@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "resharding"))
+import foreign as other
+
+from resharding.checkpoint.convert import convert
 from resharding.checkpoint.format import VERSION, Index, decode_index
+from resharding.checkpoint.opened import Checkpoint
+from resharding.checkpoint.sources import open_source
 
 HERE = Path(__file__).parent
 REFUSED = 30
@@ -74,6 +80,20 @@ def foreign(root: Path) -> None:
     (root / "latest").write_text("global_step5")
 
 
+def renamed(root: Path) -> None:
+    """Put a checkpoint in its place that DeepSpeed's tool wrote, and that was converted with rules for its names."""
+    with Checkpoint.open(root) as checkpoint:
+        state = other.as_llama(checkpoint)
+        groups = list(checkpoint.index.meta.optimizer["groups"])
+    source = other.universal(
+        root.parent / "universal", state, step=20,
+        groups=[{"lr": 0.25 * (number + 1), "weight_decay": 0.1, "params": [0]} for number in range(len(groups))],
+    )  # fmt: skip
+    shutil.rmtree(root)
+    model = {"num_attention_heads": 4, "hidden_size": 32}
+    convert(open_source("universal", source, patterns=other.spec_of(groups), model=model), root)
+
+
 def one_step(root: Path) -> None:
     """Make the folder a checkpoint itself."""
     step = newest(root)
@@ -100,6 +120,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "no groups": rewritten(lambda meta: meta["optimizer"].update(groups={})),
     "extra state": rewritten(lambda meta: meta["extra"].update(sampler={"value": 1})),
     "a script that refuses": lambda _root: None,
+    "another framework's, renamed": renamed,
     "DeepSpeed": foreign,
     "a step": one_step,
     "only without index": only_without_index,
@@ -162,6 +183,11 @@ def test_every_rank_takes_the_checkpoint_before_one_that_a_rank_cannot_load(tmp_
         for reason in reasons:
             assert re.fullmatch(rf"liverun: cannot resume(?: from .*)?: {REASONS[name]}", reason), reason
         assert told[1][name]["said"] == ""
+    for each in told:
+        found = each["another framework's, renamed"]
+        assert "end" not in found, found
+        assert (found["step"], found["weight"], found["moments"], found["steps"]) == (20, 20, [20], [20])
+        assert found["lrs"] == [0.25 * (number + 1) for number in range(len(found["lrs"]))]
     for name, sentence in ENDS.items():
         for each in told:
             assert re.fullmatch(sentence, each[name]["end"]), each[name]

@@ -94,6 +94,11 @@ def test_every_stage_gives_the_same_state_and_that_of_deepspeeds_own_converter(t
         folder = universal(tmp_path / f"plain{stage}", tmp_path / f"universal{stage}")
         source = UniversalSource(folder, model={})
         assert (source.meta.step, source.meta.consumed_samples) == (3, 24)
+        groups = source.meta.optimizer["settings"].values()
+        assert [(group["lr"], group["weight_decay"], len(group["parameters"])) for group in groups] == [
+            (1e-3, 0.1, 5), (5e-4, 0.0, 3),
+        ]  # fmt: skip
+        assert [fields["step"] for fields in source.meta.optimizer["groups"].values()] == [3.0, 3.0]
         theirs = read(convert(source, tmp_path / f"u{stage}").path)
         for name in NAMES:
             assert torch.equal(theirs[f"weight/{name}"], states[stage][f"main/{name}"]), (stage, name)

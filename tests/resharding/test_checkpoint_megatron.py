@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,8 +57,8 @@ def stack(model: Model, split: Split = Split()):  # noqa: B008
     holding = megatron.holding_of(chunks, optimizer)
     fill(holding)
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for group, number in zip(leaf.optimizer.param_groups, (0.25, 0.5), strict=False):
-            group["lr"] = number
+        for group, lr, lr_mult in zip(leaf.optimizer.param_groups, (0.25, 0.5), (1.0, 0.1), strict=False):
+            group.update(lr=lr, lr_mult=lr_mult)
         for adam in leaf.optimizer.state.values():
             adam["step"].fill_(5.0)
     return chunks, optimizer, holding
@@ -107,6 +108,7 @@ def saved_by_megatron(folder: Path, model: Model, kind: str = "fully_reshardable
 @pytest.mark.parametrize("name", MODELS)
 def test_what_megatron_saved_loads_anywhere_and_goes_back_to_megatron(name: str, tmp_path: Path) -> None:
     model = MODELS[name]
+    rates = {(1.0, 1.0): (0.25, 5.0), (0.0, 0.1): (0.5, 5.0)}
     source = MegatronSource(saved_by_megatron(tmp_path, model), model=CONFIG)
     path = convert(source, tmp_path / "ours").path
     ep = 2 if model.experts else 1  # from ep 1 to 2, which Megatron's own files cannot
@@ -118,8 +120,13 @@ def test_what_megatron_saved_loads_anywhere_and_goes_back_to_megatron(name: str,
     with Checkpoint.open(path) as checkpoint:
         meta = checkpoint.index.meta
         assert (meta.step, meta.consumed_samples) == (7, 56)
-        assert sorted(group["lr"] for group in meta.optimizer["groups"].values()) == [0.25, 0.5]
-        assert {group["step"] for group in meta.optimizer["groups"].values()} == {5.0}
+        settings = {name: json.loads(name) for name in meta.optimizer["groups"]}
+        said = {
+            (settings[name]["wd_mult"], settings[name]["lr_mult"]): (group["lr"], group["step"])
+            for name, group in meta.optimizer["groups"].items()
+        }
+        assert len(said) == 2
+        assert said == rates
         names = {entry.key for entry in checkpoint.index.entries}
         assert "exp_avg/decoder.layers.1.self_attention.linear_qkv.q.weight" in names or name == "fp32, tied"
         theirs = write_megatron(checkpoint, tmp_path / "theirs")
@@ -129,20 +136,29 @@ def test_what_megatron_saved_loads_anywhere_and_goes_back_to_megatron(name: str,
     with one_real_rank(tmp_path):
         chunks, optimizer, holding = stack(model)
         bed.poison(holding)
+        for leaf in megatron.leaves(optimizer):
+            for group in leaf.optimizer.param_groups:
+                group["lr"] = -1.0
+            for adam in leaf.optimizer.state.values():
+                adam["step"].fill_(-1)
         loaded = dist_checkpointing.load(state_of(chunks, optimizer, is_loading=True), str(theirs))
         chunks[0].module.load_state_dict(loaded["model"])
         keep_steps(optimizer)
         optimizer.load_state_dict(loaded["optimizer"])
         assert wrong(holding) == []
-        assert {group["lr"] for group in optimizer.param_groups} == {0.25, 0.5}
+        for leaf in megatron.leaves(optimizer):
+            for group in leaf.optimizer.param_groups:
+                steps = {float(leaf.optimizer.state[param]["step"]) for param in group["params"]}
+                assert {(group["lr"], step) for step in steps} == {rates[group["wd_mult"], group["lr_mult"]]}
 
 
 def keep_steps(optimizer) -> None:
-    """torch's Adam keeps a step for each parameter, which Megatron's load forgets and then asks for."""
+    """torch's Adam keeps a step for each parameter, which Megatron's load forgets and asks for: its group's is taken."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
 
         def set_states(param, tensors, part=part, original=part._set_main_param_and_optimizer_states):
-            original(param, {**tensors, "step": torch.tensor(5.0)})
+            number, _ = part.model_param_group_index_map[param]
+            original(param, {**tensors, "step": torch.tensor(float(part.optimizer.param_groups[number]["step"]))})
 
         part._set_main_param_and_optimizer_states = set_states
 
