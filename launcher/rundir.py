@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -88,13 +89,24 @@ def resolve_root(run_dir: str | None, environ: Mapping[str, str], uid: int) -> P
 
 
 def private_folder(path: Path, uid: int) -> None:
-    """Make a folder that only we can enter. Raises ``JobError`` when it is someone else's."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = path.stat().st_uid
-    if owner != uid:
-        raise JobError(
-            f"{path} belongs to uid {owner}, not to {uid}; choose another folder with --run-dir", 77
-        )
+    """Make a folder that only we can enter, or accept one that only we can change.
+
+    Its parents are not judged: a sticky ``/tmp`` keeps a folder of ours as it is. Raises ``JobError`` for a link, for
+    what is no folder, and for a folder of someone else or that someone else can write to.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    elsewhere = "choose another folder with --run-dir"
+    if stat.S_ISLNK(found.st_mode):
+        raise JobError(f"{path} is a symbolic link; give the folder it leads to with --run-dir", 77)
+    if not stat.S_ISDIR(found.st_mode):
+        raise JobError(f"{path} is no folder; {elsewhere}", 77)
+    if found.st_uid != uid:
+        raise JobError(f"{path} belongs to uid {found.st_uid}, not to {uid}; {elsewhere}", 77)
+    if found.st_mode & 0o022:
+        mode = stat.S_IMODE(found.st_mode)
+        raise JobError(f"{path} has mode {mode:04o}, so others can write to it; make it 0700, or {elsewhere}", 77)
 
 
 class JobFolder:

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sqlite3
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,18 +63,15 @@ class Journal:
         """Open or make the journal, mode 0600.
 
         ``power_safe`` waits for the disk at every write. ``salvage`` takes a damaged log up to the damage.
-        Raises ``JournalError``, ``FullError``, or ``OSError`` for a file that cannot be opened or is in use.
+        Raises ``JournalError``, ``FullError``, or ``OSError`` for a file that cannot be opened, is in use, or that
+        someone else can read or write.
         """
         self.path = path
         self.seq = 0
         self.digest = ROOT_DIGEST
         in_memory = str(path) == ":memory:"
         if not in_memory:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            size = os.fstat(file).st_size
-            os.close(file)
-            if 0 < size < 512:  # SQLite would take it for an empty one
-                raise JournalError(f"{path}: cut at byte {size}; restore a copy of the store", offset=size)
+            self._judge(Path(path))
             if not salvage:
                 check_wal(Path(f"{path}-wal"))
         self._db = sqlite3.connect(path, isolation_level=None, timeout=0)
@@ -90,6 +88,25 @@ class Journal:
                 self._db.executescript(f"begin immediate; {SCHEMA} commit;")
             elif found != FORMAT:
                 raise JournalError(f"{path}: byte 60: format {found}; this version reads {FORMAT}", offset=60)
+
+    @staticmethod
+    def _judge(path: Path) -> None:
+        """Make the file if there is none, and look at it and at its log before SQLite trusts either."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        try:
+            found = os.fstat(file)
+        finally:
+            os.close(file)
+        check_owned(path, found)
+        log = Path(f"{path}-wal")
+        with contextlib.suppress(FileNotFoundError):
+            beside = log.lstat()
+            check_owned(log, beside)
+            if found.st_size == 0 and beside.st_size > 0:
+                raise JournalError(f"{path}: empty, and writes lie in {log}; restore a copy of the store", offset=0)
+        if 0 < found.st_size < 512:  # SQLite would take it for an empty one
+            size = found.st_size
+            raise JournalError(f"{path}: cut at byte {size}; restore a copy of the store", offset=size)
 
     def load(self) -> Loaded:
         """Read and check everything. Raises ``JournalError`` with the byte at which the damage begins."""
@@ -239,10 +256,27 @@ class Journal:
         return JournalError(sentence, offset=offset)
 
 
+def check_owned(path: Path, found: os.stat_result) -> None:
+    """Accept a regular file that only we (or root) can touch. Raises ``OSError``."""
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path} is no regular file; give the store another journal")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(
+            f"{path} belongs to uid {found.st_uid}, not to {os.geteuid()} or root; give the store another journal"
+        )
+    if found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise PermissionError(f"{path} has mode {mode:04o}; make it 0600 if you trust what is in it")
+
+
 def find_damage(path: Path, near: bytes | None) -> int:
-    """Byte at which the damage is: where ``near`` lies in the file, else the page SQLite complains of, else 0."""
+    """Byte at which the damage is: the end of a file that was cut, where ``near`` lies in it, the page, else 0."""
     try:
-        place = path.read_bytes().find(near) if near else -1
+        data = path.read_bytes()
+        page_bytes, pages = int.from_bytes(data[16:18], "big"), int.from_bytes(data[28:32], "big")
+        if len(data) < page_bytes * pages:
+            return len(data)
+        place = data.find(near) if near else -1
         if place >= 0:
             return place
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=0)) as db:

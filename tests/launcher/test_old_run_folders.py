@@ -1,13 +1,14 @@
-"""Run folders of jobs that have ended: the latest few stay, and nothing else is ever taken away."""
+"""Run folders: whose they have to be; of jobs that have ended the latest few stay, and nothing else is taken away."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
 from launcher_bed import Bed
 
-from launcher.rundir import JobFolder, JobRecord, list_jobs, set_aside
+from launcher.rundir import JobError, JobFolder, JobRecord, list_jobs, set_aside
 
 UID = os.geteuid()
 
@@ -60,3 +61,34 @@ def test_a_job_removes_what_earlier_ones_left_and_keeps_its_own(bed: Bed) -> Non
     assert names(bed.root) == ["j3"]
     wrong = bed.cli("--keep-runs", "-1", script)
     assert (wrong.returncode, wrong.stderr) == (2, "liverun: --keep-runs -1 is below 0\n")
+
+
+def test_a_folder_of_jobs_that_is_a_link_or_that_others_can_change_is_refused(tmp_path: Path) -> None:
+    def refused(root: Path, match: str) -> None:
+        with pytest.raises(JobError, match=match) as error:
+            JobFolder.create(root, "j", UID)
+        assert error.value.exit_code == 77
+        assert not (mine / "j").exists()
+
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(mine)
+    refused(tmp_path / "link", "link is a symbolic link; give the folder it leads to with --run-dir")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    refused(tmp_path / "dangling", "is a symbolic link")
+    assert not (tmp_path / "nowhere").exists()
+    (tmp_path / "file").touch()
+    refused(tmp_path / "file", "file is no folder")
+    for mode in (0o777, 0o1777, 0o770, 0o702):
+        mine.chmod(mode)
+        refused(mine, f"has mode {mode:04o}, so others can write to it; make it 0700")
+    mine.chmod(0o755)  # others may see that there is a job
+    if UID == 0:
+        os.chown(mine, 12345, -1)
+        refused(mine, "belongs to uid 12345, not to 0")
+        os.chown(mine, 0, -1)
+    tmp_path.chmod(0o1777)  # a parent such as /tmp
+    JobFolder.create(mine, "j", UID).close()
+    JobFolder.create(tmp_path / "new" / "deep", "j", UID).close()
+    assert (tmp_path / "new" / "deep").stat().st_mode & 0o777 == 0o700
+    tmp_path.chmod(0o700)

@@ -93,11 +93,23 @@ def killed(scratch: Path) -> History:
 
 def reopen(history: History, scratch: Path, name: str, data: bytes) -> int | JournalError:
     """Open the history with one of its files replaced; the number of its states found, or the refusal."""
+    found = reopened(history, scratch, name, data)
+    return found if isinstance(found, JournalError) else found.state
+
+
+class Found(NamedTuple):
+    state: int
+    """which of the history's states"""
+    seq: int
+    """the last record"""
+
+
+def reopened(history: History, scratch: Path, name: str, data: bytes) -> Found | JournalError:
     trial = scratch / "trial"
     trial.mkdir(exist_ok=True)
     (trial / "store.db-wal").unlink(missing_ok=True)
     for path in history.folder.iterdir():
-        (trial / path.name).write_bytes(data if path.name == name else path.read_bytes())
+        write_private(trial / path.name, data if path.name == name else path.read_bytes())
     try:
         engine = Engine(trial / "store.db", clock=clock)
     except JournalError as error:
@@ -105,7 +117,12 @@ def reopen(history: History, scratch: Path, name: str, data: bytes) -> int | Jou
     found = what(engine)
     engine.close()
     assert found in history.states, f"a state that never was: {found}"
-    return history.states.index(found)
+    return Found(history.states.index(found), engine.journal.seq)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    path.touch(mode=0o600)
+    path.write_bytes(data)
 
 
 def test_the_whole_history_comes_back(folded: History, killed: History, scratch: Path) -> None:
@@ -128,7 +145,7 @@ def test_a_flipped_byte_of_the_file_changes_nothing_or_is_refused_with_its_offse
         if isinstance(found, JournalError):
             refused += 1
             near += abs(found.offset - offset) <= PAGE_BYTES
-            assert 0 <= found.offset < len(data)
+            assert 0 <= found.offset <= len(data)
             assert f"byte {found.offset}" in str(found)
         else:
             assert found == len(folded.states) - 1, f"byte {offset} flipped: writes were lost without a word"
@@ -141,19 +158,42 @@ def test_a_file_cut_anywhere_is_refused_with_its_offset(folded: History, scratch
     for length in range(1, len(data)):
         found = reopen(folded, scratch, "store.db", data[:length])
         assert isinstance(found, JournalError), f"{length} of {len(data)} bytes were taken for a store"
-        assert 0 <= found.offset < len(data)
+        assert abs(found.offset - length) <= PAGE_BYTES, f"cut at byte {length}, byte {found.offset} named"
+
+
+def commit_ends(log: bytes) -> list[int]:
+    """Where each commit of a write-ahead log ends: the frames that say how large the file is from then on."""
+    frame_bytes = 24 + PAGE_BYTES
+    starts = range(32, len(log), frame_bytes)
+    return [start + frame_bytes for start in starts if any(log[start + 4 : start + 8])]
 
 
 def test_a_log_cut_anywhere_gives_the_longest_valid_prefix(killed: History, scratch: Path) -> None:
-    data = (killed.folder / "store.db-wal").read_bytes()
-    before = 0
-    for length in range(0, len(data), 7):
-        found = reopen(killed, scratch, "store.db-wal", data[:length])
-        if isinstance(found, JournalError):
-            raise found
-        assert found >= before, f"{length} bytes give less than fewer did"
-        before = found
-    assert reopen(killed, scratch, "store.db-wal", data) == len(killed.states) - 1 > before - 1
+    whole = (killed.folder / "store.db-wal").read_bytes()
+    ends = commit_ends(whole)
+    data = whole[: ends[2]]
+    nothing = reopened(killed, scratch, "store.db-wal", b"")
+    assert isinstance(nothing, Found)
+    assert nothing.state == 0
+    last = nothing
+    for length in range(1, len(data) + 1):
+        found = reopened(killed, scratch, "store.db-wal", data[:length])
+        assert isinstance(found, Found), found
+        assert found.seq == nothing.seq + sum(end <= length for end in ends), f"cut at byte {length}"
+        assert found.state >= last.state
+        last = found
+    assert last == (2, nothing.seq + 3)
+    assert reopened(killed, scratch, "store.db-wal", whole) == (len(killed.states) - 1, nothing.seq + len(ends))
+
+
+def test_an_empty_file_is_a_new_store_only_where_no_log_lies_beside_it(killed: History, scratch: Path) -> None:
+    found = reopen(killed, scratch, "store.db", b"")
+    assert isinstance(found, JournalError)
+    assert "store.db: empty, and writes lie in" in str(found)
+    (scratch / "trial" / "store.db-wal").unlink()
+    engine = Engine(scratch / "trial" / "store.db", clock=clock)
+    assert engine.journal.seq == 1
+    engine.close()
 
 
 def test_a_flipped_byte_of_the_log_costs_at_most_the_last_write_or_is_refused_with_its_offset(
@@ -215,10 +255,41 @@ def test_a_journal_in_use_a_link_and_a_strangers_format_are_refused(tmp_path: Pa
     (tmp_path / "link.db").symlink_to(path)
     with pytest.raises(OSError, match="symbolic links"):
         Engine(tmp_path / "link.db", clock=clock)
+    (tmp_path / "other.db").touch(mode=0o600)
     with contextlib.closing(sqlite3.connect(tmp_path / "other.db")) as db, db:
         db.execute("create table t (x)")
     with pytest.raises(JournalError, match="format 0"):
         Engine(tmp_path / "other.db", clock=clock)
+
+
+def test_a_journal_that_others_can_touch_is_refused(killed: History, tmp_path: Path) -> None:
+    shutil.copytree(killed.folder, tmp_path / "s")
+    path, log = tmp_path / "s" / "store.db", tmp_path / "s" / "store.db-wal"
+
+    def refused(match: str) -> None:
+        with pytest.raises(OSError, match=match):
+            Engine(path, clock=clock)
+
+    for which in (path, log):
+        for mode in (0o666, 0o640, 0o604):
+            which.chmod(mode)
+            refused(f"{which.name} has mode {mode:04o}; make it 0600")
+        which.chmod(0o600)
+        if os.geteuid() == 0:
+            os.chown(which, 12345, -1)
+            refused(f"{which.name} belongs to uid 12345, not to 0 or root")
+            os.chown(which, 0, -1)
+    kept = log.rename(tmp_path / "log")
+    log.symlink_to(kept)
+    refused("store.db-wal is no regular file")
+    log.unlink()
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(OSError, match="pipe is no regular file"):
+        Engine(tmp_path / "pipe", clock=clock)
+    kept.rename(log)
+    engine = Engine(path, clock=clock)
+    assert what(engine) == killed.states[-1]
+    engine.close()
 
 
 def test_saved_states_keep_the_file_small_and_lose_nothing(
