@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from typing import Any, ClassVar, Self
+
+from liverun.messages import check_fields
 
 
 class Coded:
@@ -47,29 +48,8 @@ class Coded:
         if kind is None:
             raise ValueError("request has no known type")
         fields = {name: value for name, value in values.items() if name != "type"}
-        hints = typing.get_type_hints(kind)
-        for name, value in fields.items():
-            if name in hints and not _fits(value, hints[name]):
-                raise ValueError(f"{kind.__name__} is malformed: {name} is {type(value).__name__}")
         try:
+            check_fields(kind, fields)
             return typing.cast("Self", kind(**fields))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{kind.__name__} is malformed: {error}") from None
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value can stand for a field: plain types, unions of them, containers (not what is in them)."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in typing.get_args(hint))
-    if hint is Any:
-        return True
-    if hint is float:
-        return type(value) in (int, float)
-    if hint in (int, str, bool):
-        return type(value) is hint
-    if hint is type(None):
-        return value is None
-    if isinstance(origin or hint, type) and issubclass(origin or hint, typing.Mapping):
-        return isinstance(value, dict)
-    return isinstance(value, list | tuple)

@@ -160,7 +160,9 @@ class Hub(Guard):
 
     async def _admit(self, first: dict[str, Any], peer: _Peer) -> Remote | None:
         if "enter" in first:
-            offer = Enter.read({"type": "Enter", **dict(first["enter"])})
+            if not isinstance(first["enter"], dict):
+                raise ValueError("an agent that enters without an offer")
+            offer = Enter.read({**first["enter"], "type": "Enter"})
             assert isinstance(offer, Enter)
             remote = Remote(secret=self._random(16).hex(), courier=Courier(), heard_at=self._clock())
             remote.node = self._controller.enter(lambda order: self._post(remote, order), offer)
@@ -172,8 +174,10 @@ class Hub(Guard):
                 peer.post({"gone": "this node was given up; it has to come anew"})
                 await peer.flush()
                 return None
+            if type(first.get("seen")) is not int:
+                raise ValueError("an agent that comes back and does not say how far it has come")
             remote = found
-            remote.courier.confirmed(int(first["seen"]))
+            remote.courier.confirmed(first["seen"])
             peer.post({"node": remote.node, "seen": remote.courier.seen})
             self._controller.seen(remote.node, away=False)
         if remote.peer is not None:

@@ -95,9 +95,9 @@ class Link:
     ) -> None:
         try:
             values = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"pid {pid} sent no JSON: {error}") from None
-        if isinstance(values, dict) and values.get("type") in Control.family:
+        if isinstance(values, dict) and str(values.get("type")) in Control.family:
             await self._behind.asked(Control.decode(line), writer)
             return
         hello = Message.decode(line)

@@ -29,15 +29,20 @@ A restart that keeps processes (see :mod:`liverun.again`):
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import types
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from liverun.layout import Layout
 
 PROTOCOL_VERSION = 1
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """A longer line is refused by both sides."""
+Kind = typing.TypeVar("Kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +65,63 @@ class Message:
             raise ValueError(f"message of {len(line)} bytes is over the limit of {MAX_LINE_BYTES}")
         try:
             values = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"message is not JSON: {error}") from None
-        kind = Message.types.get(values.pop("type", None)) if isinstance(values, dict) else None
+        kind = Message.types.get(str(values.pop("type", None))) if isinstance(values, dict) else None
         if kind is None:
             raise ValueError("message has no known type")
         try:
             if values.get("layout") is not None:
                 values["layout"] = Layout(**values["layout"])
-            if "members" in values:
-                values["members"] = tuple(Member(**member) for member in values["members"])
-            return kind(**values)
+            if isinstance(values.get("members"), list):
+                values["members"] = tuple(_checked(Member, member) for member in values["members"])
+            return _checked(kind, values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{kind.__name__} message is malformed: {error}") from None
+
+
+@functools.cache
+def field_types(kind: type) -> Mapping[str, Any]:
+    """Return the type of each field of a dataclass."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def check_fields(kind: type, values: Mapping[str, Any]) -> None:
+    """Accept values for fields of ``kind``. Raises ``ValueError`` for one of another type than its field's."""
+    hints = field_types(kind)
+    for name, value in values.items():
+        if name in hints and not fits(value, hints[name]):
+            raise ValueError(f"{name} is {type(value).__name__}, or holds what it should not")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value can stand for a field: plain types, unions of them, containers and what is in them."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if hint is Any:
+        return True
+    if hint is float:
+        return type(value) in (int, float)
+    if hint in (int, str, bool):
+        return type(value) is hint
+    if hint is type(None):
+        return value is None
+    if dataclasses.is_dataclass(hint):
+        return type(value) is hint
+    if issubclass(origin or hint, Mapping):
+        return isinstance(value, dict) and (
+            not parts or all(fits(key, parts[0]) and fits(part, parts[1]) for key, part in value.items())
+        )
+    return isinstance(value, list | tuple) and (not parts or all(fits(part, parts[0]) for part in value))
+
+
+def _checked(kind: type[Kind], values: Any) -> Kind:
+    if not isinstance(values, dict):
+        raise TypeError(f"{type(values).__name__} in the place of a {kind.__name__}")
+    check_fields(kind, values)
+    return kind(**values)
 
 
 # --- worker to agent ---------------------------------------------------------------------------------------------

@@ -5,17 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import socket
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.control import Control, Outcome, ResizeRequest, StatusRequest
+from launcher.courier import Courier
+from launcher.hub import Hub, Remote
 from launcher.link import Link
+from launcher.orders import Enter, Order, Report
+from launcher.store.auth import new_token
+from launcher.store.door import bind_one
+from launcher.store.link import Identity, Place, connect
 from liverun.layout import Layout
 from liverun.messages import MAX_LINE_BYTES, Arm, Hello, Member, Message, Prepare, Progress, Stop
 
@@ -63,6 +72,7 @@ def test_every_message_survives_the_wire(name: str, data: st.DataObject) -> None
     [
         b"\xff\xfe\n", b"[]\n", b"17\n", b"{}\n", b'{"type": "Nothing"}\n', b'{"type": "Arm"}\n',
         b'{"type": "Arm", "generation": 1, "step": 2, "more": 3}\n', b" " * (MAX_LINE_BYTES + 1),
+        b'{"type": []}\n', b"[" * 200_000, b'{"a":' * 200_000,
     ],
 )  # fmt: skip
 def test_what_is_no_message_is_a_value_error(line: bytes) -> None:
@@ -81,6 +91,102 @@ def test_control_messages_survive_the_wire_and_are_not_workers_messages() -> Non
     for line in (b"\xff", b"[]", b'{"type": "Hello"}', b'{"type": "StopRequest", "x": 1}'):
         with pytest.raises(ValueError, match=r"request|StopRequest"):
             Control.decode(line)
+
+
+VALUES: dict[str, Any] = {
+    "none": None, "true": True, "seven": 7, "half": 0.5, "text": "x", "list": [], "nested": [[]], "object": {},
+    "deep": {"a": []},
+}  # fmt: skip
+MAY_STAND_FOR = {
+    "int": "seven", "str": "text", "bool": "true", "float": "seven half", "str | None": "none text",
+    "int | None": "none seven", "list[str]": "list", "tuple[str, ...]": "list", "tuple[int, ...]": "list",
+    "dict[str, str]": "object", "dict[str, float]": "object", "Mapping[str, int]": "object",
+    "Mapping[str, str]": "object", "Mapping[str, Any]": "object deep", "dict[str, Any]": "object deep",
+    "Layout": "object", "Layout | None": "none object", "tuple[Member, ...]": "list",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [Message, Control, Order, Report])
+def test_a_field_of_another_type_than_it_has_is_refused(family: Any) -> None:
+    kinds = family.types if family is Message else family.family
+    tried = 0
+    for name, kind in kinds.items():
+        allowed = {field.name: MAY_STAND_FOR[str(field.type)].split() for field in fields(kind)}
+        usual = {"type": name} | {field: VALUES[words[0]] for field, words in allowed.items()}
+        assert type(family.decode(json.dumps(usual).encode())) is kind
+        for field, words in allowed.items():
+            for word, value in VALUES.items():
+                line = json.dumps(usual | {field: value}).encode()
+                if word in words:
+                    family.decode(line)
+                else:
+                    with pytest.raises(ValueError, match=f"{name} .*is malformed"):
+                        family.decode(line)
+                tried += 1
+    assert tried > 100
+
+
+def test_a_member_of_a_change_is_checked_field_by_field() -> None:
+    good = {"worker": "w", "host": "h", "old_rank": None, "rank": 0}
+    usual = {
+        "type": "Prepare", "generation": 1, "layout": {"tp": 1}, "world_size": 1, "store_host": "h", "store_port": 1,
+        "timeout_s": 1,
+    }  # fmt: skip
+    Message.decode(json.dumps(usual | {"members": [good]}).encode())
+    for bad in (7, [], None, good | {"rank": "0"}, good | {"worker": 1}, good | {"more": 1}, {"worker": "w"}):
+        with pytest.raises(ValueError, match="Prepare message is malformed"):
+            Message.decode(json.dumps(usual | {"members": [bad]}).encode())
+    for bad in ({"tp": "2"}, {"tp": True}, {"tp": 0}, {"zp": 1}, [], 7):
+        with pytest.raises(ValueError, match="Prepare message is malformed"):
+            Message.decode(json.dumps(usual | {"members": [good], "layout": bad}).encode())
+
+
+class Desk:
+    """Stands for the controller behind a hub."""
+
+    def enter(self, post: Any, offer: Enter) -> str:
+        return "n1"
+
+    def seen(self, node: str, *, away: bool) -> None:
+        pass
+
+    def heard(self, node: str, report: Report) -> None:
+        raise AssertionError(report)
+
+
+def test_a_proven_agent_that_breaks_the_rules_is_cut_off_and_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    offer = {"host": "h", "nproc": 1, "standbys": 0, "pin": None}
+
+    async def scene() -> None:
+        token = new_token(secrets.token_bytes)
+        hub = Hub(Desk(), token, job="j", term=1, lost_after_s=60.0, random=secrets.token_bytes)  # type: ignore[arg-type]
+        place = Place(*await hub.start("127.0.0.1", bind_one("127.0.0.1", 0)))
+        who = Identity(token=token, job="j", node="a", role="agent", random=secrets.token_bytes)
+
+        async def say(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+            """Say them on a connection of its own; what comes until the hub closes it."""
+            async with connect(http, place, who, generation=None, min_term=0, context=None) as link:
+                for message in messages:
+                    link.post(message)
+                return [frame async for frame in link if frame.keys() != {"seen"}]
+
+        async with asyncio.timeout(20.0), aiohttp.ClientSession() as http:
+            hub._remotes["n0"] = Remote(secret="s", courier=Courier(), heard_at=time.monotonic(), node="n0")
+            back = {"node": "n0", "secret": "s"}
+            for first in (
+                {}, {"enter": 7}, {"enter": None}, {"enter": []}, {"enter": {}}, {"enter": {"type": "Gone"}},
+                {"enter": {**offer, "nproc": "1"}}, {"enter": {**offer, "pin": [0]}}, {"enter": {**offer, "more": 1}},
+                back, {**back, "seen": "0"}, {**back, "seen": None}, {**back, "seen": [0]}, {**back, "seen": 0.5},
+            ):  # fmt: skip
+                answers = await say(first)
+                assert not answers or list(answers[0]) == ["gone"], (first, answers)
+            for frame in ({}, {"seen": "0"}, {"seen": 0, "number": 1, "body": {"type": "Cleared", "kept": ["1"]}}):
+                await say({"enter": offer}, frame)
+            assert hub.secrets.keys() == {"n0", "n1"}
+        await hub.stop(0.0)
+
+    asyncio.run(scene())
+    assert not caplog.records, caplog.text
 
 
 class Behind:
@@ -129,6 +235,10 @@ HELLO = Hello(worker="w0", pid=1, layout=None)
         (Hello(worker="w0", pid=1, layout=None, protocol=99).encode(), "speaks protocol 99"),
         (HELLO.encode() + b"nonsense\n", "not JSON"),
         (b"x" * (MAX_LINE_BYTES + 10), "limit"),
+        (b"[" * 200_000 + b"\n", "sent no JSON"),
+        (b'{"type": []}\n', "no known type"),
+        (HELLO.encode() + b'{"type": "Progress", "generation": "1", "step": 2}\n', "generation is str"),
+        (HELLO.encode() + b"[" * 200_000 + b"\n", "not JSON"),
     ],
 )
 def test_a_stranger_or_a_broken_worker_is_cut_off_and_named(
