@@ -128,7 +128,7 @@ class Gateway:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with http.post(self._url(what), data=json.dumps(body), headers=headers, timeout=timeout) as reply:
             if reply.status != 200:
-                raise _error(await reply.read(), reply.status).plain()
+                raise _error(await _whole(reply), reply.status).plain()
             async for line in _lines(reply.content):
                 message = json.loads(line)
                 if "error" in message:
@@ -143,10 +143,7 @@ class Gateway:
     async def _once(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
         http, headers = await self._ready()
         async with http.post(self._url(what), data=json.dumps(body), headers=headers) as reply:
-            length = reply.content_length
-            if length is not None and length > REPLY_LIMIT_BYTES:
-                raise StoreError(f"etcd would answer with {length} bytes")
-            data = await reply.read()
+            data = await _whole(reply)
             if reply.status != 200:
                 raise _error(data, reply.status)
             answer: dict[str, Any] = json.loads(data)
@@ -164,7 +161,7 @@ class Gateway:
         if self._token is None:
             name = {"name": self._login.user, "password": self._login.password}
             async with self._http.post(self._url("auth/authenticate"), data=json.dumps(name)) as reply:
-                data = await reply.read()
+                data = await _whole(reply)
                 if reply.status != 200:
                     raise _error(data, reply.status).plain()
                 self._token = str(json.loads(data)["token"])
@@ -172,6 +169,18 @@ class Gateway:
 
     def _url(self, what: str) -> str:
         return f"{'http' if self._ssl is None else 'https'}://{self._places[0]}/v3/{what}"
+
+
+async def _whole(reply: aiohttp.ClientResponse) -> bytes:
+    """Read an answer up to the limit, whatever length it claims or leaves unsaid. Raises ``StoreError``."""
+    if (reply.content_length or 0) > REPLY_LIMIT_BYTES:
+        raise StoreError(f"etcd would answer with {reply.content_length} bytes; at most {REPLY_LIMIT_BYTES} are read")
+    held = bytearray()
+    async for piece in reply.content.iter_any():
+        held += piece
+        if len(held) > REPLY_LIMIT_BYTES:
+            raise StoreError(f"etcd answers with more than {REPLY_LIMIT_BYTES} bytes, the most that are read")
+    return bytes(held)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
