@@ -272,6 +272,9 @@ def test_two_jobs_run_side_by_side_and_must_be_named(bed: Bed) -> None:
     which = bed.cli("status")
     assert which.returncode == 2
     assert "2 jobs are running here: one, two; say which one" in which.stderr
+    socket = Path(json.loads((one.folder / "job.json").read_text())["socket"])
+    assert socket.parent == one.folder
+    assert (socket.stat().st_mode & 0o777, socket.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert bed.cli("stop", "one").returncode == 0
     assert json.loads(bed.cli("status", "--json").stdout)["job"] == "two"
     ended = bed.cli("resize", "one", "--workers", "2")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 import socket
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -278,19 +281,72 @@ def test_workers_and_the_command_line_share_the_socket(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_another_users_process_is_refused(tmp_path: Path) -> None:
+OTHER_UID = 12345
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user of the machine can reach; a test's own lies in one of mode 0700."""
+    with tempfile.TemporaryDirectory(prefix="liverun-test-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def ask_as(uid: int, path: Path, waits: int, go: int) -> int:
+    """Fork a child that turns into another user, waits for a byte of ``go``, asks for the status, and exits 0 if it is not told.
+
+    A child of this process, because the interpreter may lie where another user cannot start it.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 9
+    try:
+        os.close(go)  # so that it also ends when nobody is left to write
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+        os.read(waits, 1)
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(20.0)
+            link.connect(str(path))
+            with contextlib.suppress(BrokenPipeError):
+                link.sendall(StatusRequest().encode())
+            with contextlib.suppress(ConnectionResetError):
+                if link.recv(100):
+                    os._exit(1)
+            code = 0
+    finally:
+        os._exit(code)
+
+
+def test_another_users_process_is_refused(open_folder: Path) -> None:
+    """It is one where the tests may change their user, else this process while the agent is another's."""
+    path, root = open_folder / "s", os.geteuid() == 0
+    waits, go = os.pipe()
+    child = ask_as(OTHER_UID, path, waits, go) if root else 0
+
     async def scene() -> None:
         behind = Behind()
-        link = Link(tmp_path / "s", behind, uid=os.geteuid() + 1)
+        link = Link(path, behind, uid=os.geteuid() + (not root))
         await link.start()
-        if os.geteuid() == 0:  # root may talk to anyone's agent, so what root sees here is an answer
-            assert await exchange(tmp_path / "s", StatusRequest().encode()) != b""
+        path.chmod(0o666)  # only the check of the peer is left
+        if root:
+            os.write(go, b"x")
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0, "it was answered"
+            assert f"refused a connection of uid {OTHER_UID} (pid {child})" in behind.troubles
+            assert await exchange(path, StatusRequest().encode()) != b""  # root may talk to anyone's agent
         else:
-            assert await exchange(tmp_path / "s", StatusRequest().encode()) == b""
+            assert await exchange(path, StatusRequest().encode()) == b""
             assert "refused a connection of uid" in behind.troubles[0]
         await link.close()
 
-    asyncio.run(scene())
+    try:
+        asyncio.run(scene())
+    finally:
+        os.close(waits)
+        os.close(go)
 
 
 def test_a_socket_that_nobody_serves_is_an_os_error(tmp_path: Path) -> None:

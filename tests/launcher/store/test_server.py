@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import logging
@@ -511,24 +510,6 @@ def test_a_client_that_has_seen_a_later_term_never_goes_back(tmp_path: Path) -> 
 
 
 # --- nothing that runs what it reads ------------------------------------------------------------------------
-
-BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "_pickle"}
-
-
-def test_nothing_in_the_launcher_or_its_messages_can_run_what_it_reads() -> None:
-    sources = [*(ROOT / "launcher").rglob("*.py"), ROOT / "liverun" / "messages.py"]
-    assert len(sources) > 20
-    for path in sources:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names: set[str] = set()
-            if isinstance(node, ast.Import):
-                names = {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names = {(node.module or "").partition(".")[0]}
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                names = {node.func.id} & {"eval", "exec", "compile", "__import__"}
-            assert not names & (BANNED | {"eval", "exec", "compile", "__import__"}), f"{path}:{node.lineno}"
-
 
 WITNESS = """
 import sys
