@@ -15,6 +15,7 @@ from typing import Any
 
 from liverun import device
 from liverun.description import Description, rank_of_a_world
+from liverun.flags import RENAMED
 from liverun.layout import Layout
 from resharding.checkpoint.buckets import Buffer, in_transformer_engines_order
 
@@ -33,12 +34,9 @@ MODEL_FIELDS = (
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "position_embedding_type",
     "max_position_embeddings", "padded_vocab_size", "untie_embeddings_and_output_weights", "bf16", "fp16",
+    "transformer_impl",
 )  # fmt: skip
 """arguments that decide which parameters there are, their order and their shapes; all else is not looked at"""
-_RENAMED = {
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-}
 _NEEDED = (
     "num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "transformer_impl",
@@ -51,7 +49,7 @@ def buffers_of(arguments: Mapping[str, Any]) -> list[Buffer]:
 
     Raises ``ValueError`` with one sentence for what is missing and for what makes no model.
     """
-    said = {_RENAMED.get(name, name): value for name, value in arguments.items() if value is not None}
+    said = {RENAMED.get(name, name): value for name, value in arguments.items() if value is not None}
     experts = said.keys() & {"num_experts", "num_moe_experts"}
     needed = [*_NEEDED, *(["expert_model_parallel_size"] if experts else [])]
     if missing := [name for name in needed if name not in said]:
@@ -61,8 +59,6 @@ def buffers_of(arguments: Mapping[str, Any]) -> list[Buffer]:
     flags = {name: said[name] for name in MODEL_FIELDS if name in said} | {"use_distributed_optimizer": True}
     flags["disable_bias_linear"] = not said.get("add_bias_linear", True)
     fused = said["transformer_impl"] == "transformer_engine"
-    if fused and not said.get("moe_use_legacy_grouped_gemm"):
-        flags["moe_grouped_gemm"] = False  # it groups experts in modules, and keeps a parameter for each
     sizes = {axis: said[name] for axis, name in LAYOUT_FIELDS.items() if name in said}
     layout = Layout(**{"etp": sizes.get("tp", 1) if "ep" in sizes else 1} | sizes)
     try:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -21,32 +20,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import experts
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.overrides import TorchFunctionMode
 
+from liverun.flags import OWN, is_mamba, read, words_of
+from liverun.hybrid import mamba_model
 from liverun.layout import Layout
 from resharding import megatron
 from resharding.boxes import Holding
 from resharding.checkpoint.buckets import Buffer
 from resharding.checkpoint.model import buffers_in
 
-OWN = {
-    "vocab_size": int, "padded_vocab_size": int, "make_vocab_size_divisible_by": int, "max_position_embeddings": int,
-    "seq_length": int, "position_embedding_type": str, "untie_embeddings_and_output_weights": bool, "swiglu": bool,
-    "disable_bias_linear": bool, "squared_relu": bool, "num_experts": int, "group_query_attention": bool,
-    "use_distributed_optimizer": bool, "ddp_bucket_size": int, "bf16": bool, "fp16": bool, "optimizer": str,
-    "pad_buckets_for_high_nccl_busbw": bool,
-}  # fmt: skip
-"""flags that are no field of Megatron's configuration, or one of another meaning"""
-OF_THE_LAYOUT = frozenset({
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-})  # fmt: skip
 _TYPE_NAMES = {torch.bfloat16: "BFloat16Tensor", torch.float16: "HalfTensor", torch.float32: "FloatTensor"}
 _FACTORIES = frozenset({
     "empty", "zeros", "ones", "full", "rand", "randn", "empty_like", "zeros_like", "ones_like", "full_like",
@@ -62,7 +56,6 @@ class Description:
     """by Megatron's name, with underscores"""
     ignored: tuple[str, ...] = ()
     """flags that say nothing about the shape of the state"""
-    kinds: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, file: Path | None, words: Sequence[str]) -> Self:
@@ -78,21 +71,12 @@ class Description:
                 raise ValueError(f"--model {file}: {error}; name a file with one JSON object of flags") from None
             if not isinstance(given, dict):
                 raise ValueError(f'--model {file} holds no JSON object; write it like {{"num-layers": 32}}')
-        return cls.of_flags(given | _flags_of(words))
+        return cls.of_flags(given | words_of(words))
 
     @classmethod
     def of_flags(cls, given: Mapping[str, Any]) -> Self:
         """Take flags by name, in any spelling. Raises ``ValueError`` with one sentence."""
-        found: dict[str, Any] = {}
-        ignored = []
-        known = _fields()
-        for name, value in given.items():
-            plain = name.lstrip("-").replace("-", "_")
-            kind = OWN.get(plain) or known.get(plain)
-            if kind is None or plain in OF_THE_LAYOUT:
-                ignored.append(name)
-            else:
-                found[plain] = _read(name, value, kind)
+        found, ignored = read(given)
         for needed in ("num_layers", "hidden_size", "num_attention_heads"):
             if needed not in found:
                 flag = needed.replace("_", "-")
@@ -116,12 +100,14 @@ class Description:
         flags = self.flags
         dtype = torch.bfloat16 if flags.get("bf16") else torch.float16 if flags.get("fp16") else torch.float32
         config = self._config(layout, dtype)
-        with _ShapesOnly():
+        # the kernels are for the forward pass
+        with _ShapesOnly(), mock.patch.object(experts.gg, "assert_grouped_gemm_is_available"):
             chunks = [self._chunk(config, layout, stage, dtype) for stage in range(layout.vpp)]
             optimizer = get_megatron_optimizer(
                 OptimizerConfig(
-                    optimizer="adam", lr=1e-3, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16,
-                    params_dtype=dtype, use_distributed_optimizer=flags.get("use_distributed_optimizer", False),
+                    optimizer=flags.get("optimizer") or "adam", lr=1e-3, bf16=dtype is torch.bfloat16,
+                    fp16=dtype is torch.float16, params_dtype=dtype, sgd_momentum=flags.get("sgd_momentum", 0.9),
+                    use_distributed_optimizer=flags.get("use_distributed_optimizer", False),
                 ),
                 chunks,
                 use_gloo_process_groups=False,
@@ -135,19 +121,34 @@ class Description:
 
     def misfit(self, layout: Layout) -> str | None:
         """Say in one sentence why the model cannot be split so, or ``None`` if it can."""
-        config = types.SimpleNamespace(config=self._config(Layout(), torch.float32))
-        return megatron.misfit_of([config], layout.as_dict())
+        tied = not self.flags.get("untie_embeddings_and_output_weights", False)
+        if self.flags.get("mtp_num_layers") and tied and layout.pp > 1:
+            return (
+                f"--mtp-num-layers with tied embeddings cannot be had at pp={layout.pp} in Megatron; "
+                "give --untie-embeddings-and-output-weights"
+            )
+        asked = types.SimpleNamespace(config=self._config(Layout(), torch.float32))
+        if is_mamba(self.flags):
+            asked.mamba_stack_spec = None
+        return megatron.misfit_of([asked], layout.as_dict() | {"etp": layout.expert_tp})
 
     def _config(self, layout: Layout, dtype: torch.dtype) -> Any:
         flags = dict(self.flags)
         kind = MLATransformerConfig if flags.get("multi_latent_attention") else TransformerConfig
         options = {name: value for name, value in flags.items() if name not in OWN}
-        if flags.get("swiglu"):
+        if flags.get("swiglu") or flags.get("quick_geglu"):
             options |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+        if flags.get("swiglu") and not flags.get("ffn_hidden_size"):  # as Megatron's scripts take it
+            options["ffn_hidden_size"] = int(4 * flags["hidden_size"] * 2 / 3 / 64) * 64
         if flags.get("group_query_attention") is False:
             options.pop("num_query_groups", None)
-        if experts := flags.get("num_experts"):
-            options["num_moe_experts"] = experts
+        elif flags.get("group_query_attention"):
+            options.setdefault("num_query_groups", 1)
+        # in modules, as Transformer Engine groups them, each expert has parameters of its own
+        legacy = flags.get("moe_use_legacy_grouped_gemm") or flags.get("transformer_impl") == "local"
+        options["moe_grouped_gemm"] = bool(flags.get("moe_grouped_gemm") and legacy)
+        if num_experts := flags.get("num_experts"):
+            options["num_moe_experts"] = num_experts
             options.setdefault("moe_token_dispatcher_type", "alltoall")
         options["add_bias_linear"] = not flags.get("disable_bias_linear", False)
         if kind is MLATransformerConfig:
@@ -158,7 +159,7 @@ class Description:
             "pipeline_model_parallel_size": layout.pp, "context_parallel_size": layout.cp,
             "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
             "expert_model_parallel_size": layout.ep,
-            "expert_tensor_parallel_size": _expert_tp(layout),
+            "expert_tensor_parallel_size": layout.expert_tp,
             "perform_initialization": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False,
             "masked_softmax_fusion": False, "bias_activation_fusion": False, "bias_dropout_fusion": False,
             "apply_rope_fusion": False,
@@ -167,37 +168,57 @@ class Description:
     def _chunk(self, config: Any, layout: Layout, stage: int, dtype: torch.dtype) -> Any:
         flags = self.flags
         where = {"ignore_virtual": layout.vpp == 1, "vp_stage": stage if layout.vpp > 1 else None}
+        vocab = flags.get("padded_vocab_size")
+        if vocab is None:
+            multiple = flags.get("make_vocab_size_divisible_by", 128) * layout.tp
+            vocab = -(-flags["vocab_size"] // multiple) * multiple
+        positions = "rope" if flags.get("use_rotary_position_embeddings") else "learned_absolute"
+        options = {
+            "vocab_size": vocab,
+            "max_sequence_length": flags.get("max_position_embeddings") or flags.get("seq_length") or 1024,
+            "pre_process": parallel_state.is_pipeline_first_stage(**where),
+            "post_process": parallel_state.is_pipeline_last_stage(**where),
+            "share_embeddings_and_output_weights": not flags.get("untie_embeddings_and_output_weights", False),
+            "position_embedding_type": flags.get("position_embedding_type", positions),
+        }
+        if is_mamba(flags):
+            module = mamba_model(config, **options, **{name: flags[name] for name in _OF_MAMBA if name in flags})
+        else:
+            module = self._gpt(config, where["vp_stage"], options)
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=flags.get("use_distributed_optimizer", False),
+            bucket_size=flags.get("ddp_bucket_size"),
+            # without it Megatron makes one bucket
+            overlap_grad_reduce=flags.get("overlap_grad_reduce", "ddp_bucket_size" in flags),
+            pad_buckets_for_high_nccl_busbw=flags.get("pad_buckets_for_high_nccl_busbw", False),
+        )  # fmt: skip
+        return DistributedDataParallel(config, ddp, module.to(dtype), disable_bucketing=stage > 0)
+
+    def _gpt(self, config: Any, vp_stage: int | None, options: Mapping[str, Any]) -> Any:
         if self.has_experts:
             spec = get_gpt_decoder_block_spec(
-                config, use_transformer_engine=False, normalization=config.normalization, vp_stage=where["vp_stage"]
+                config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
             )
         else:
             spec = get_gpt_layer_local_spec(
                 normalization=config.normalization, qk_layernorm=config.qk_layernorm,
                 multi_latent_attention=config.multi_latent_attention,
             )
+        layers = list(getattr(spec, "layer_specs", [spec]))
+        if config.mtp_num_layers:
+            layers.append(get_gpt_decoder_layer_specs(
+                config, use_transformer_engine=False, normalization=config.normalization
+            )[-1])
         # the attention kernel has no state, and Megatron's own takes neither latent attention nor context parallelism
-        for layer in getattr(spec, "layer_specs", [spec]):
+        for layer in layers:
             layer.submodules.self_attention.submodules.core_attention = IdentityOp
-        vocab = flags.get("padded_vocab_size")
-        if vocab is None:
-            multiple = flags.get("make_vocab_size_divisible_by", 128) * layout.tp
-            vocab = -(-flags["vocab_size"] // multiple) * multiple
-        module = GPTModel(
-            config, spec, vocab_size=vocab,
-            max_sequence_length=flags.get("max_position_embeddings") or flags.get("seq_length") or 1024,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            share_embeddings_and_output_weights=not flags.get("untie_embeddings_and_output_weights", False),
-            position_embedding_type=flags.get("position_embedding_type", "learned_absolute"),
-            vp_stage=where["vp_stage"],
-        )  # fmt: skip
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=flags.get("use_distributed_optimizer", False), overlap_grad_reduce=True,
-            bucket_size=flags.get("ddp_bucket_size"),
-            pad_buckets_for_high_nccl_busbw=flags.get("pad_buckets_for_high_nccl_busbw", False),
-        )  # fmt: skip
-        return DistributedDataParallel(config, ddp, module.to(dtype), disable_bucketing=stage > 0)
+        ahead = None
+        if config.mtp_num_layers:
+            ahead = get_gpt_mtp_block_spec(config, layers[-1], use_transformer_engine=False, vp_stage=vp_stage)
+        return GPTModel(config, spec, mtp_block_spec=ahead, vp_stage=vp_stage, **options)
+
+
+_OF_MAMBA = ("hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
 
 
 class _ShapesOnly(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
@@ -241,7 +262,7 @@ def rank_of_a_world(layout: Layout, rank: int, size: int) -> Iterator[None]:
     try:
         parallel_state.initialize_model_parallel(
             layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None, context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=_expert_tp(layout),
+            expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.expert_tp,
             create_gloo_process_groups=False,
         )  # fmt: skip
         with mock.patch.object(dist, "all_gather_object", _gather_own):
@@ -251,57 +272,6 @@ def rank_of_a_world(layout: Layout, rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _expert_tp(layout: Layout) -> int | None:
-    """As the worlds of a job are built: Megatron's own default where neither axis of experts is named."""
-    return layout.etp if (layout.etp, layout.ep) != (1, 1) else None
-
-
 def _gather_own(objects: list[Any], own: Any, group: Any = None) -> None:  # noqa: ARG001 - torch's signature
     """All ranks of a group would say the same: the fake group gives nothing back."""
     objects[:] = [own] * len(objects)
-
-
-def _fields() -> dict[str, Any]:
-    """Return Megatron's configuration by field, with the type of each."""
-    hints = typing.get_type_hints(MLATransformerConfig)
-    return {one.name: hints[one.name] for one in fields(MLATransformerConfig)}
-
-
-def _flags_of(words: Sequence[str]) -> dict[str, Any]:
-    """Read ``--name value``, ``--name=value`` and ``--name``."""
-    found: dict[str, Any] = {}
-    at = 0
-    while at < len(words):
-        name, equals, value = words[at].partition("=")
-        if not name.startswith("--"):
-            raise ValueError(f"{words[at]!r} is no flag; write the model's flags like --num-layers 32")
-        at += 1
-        if equals:
-            found[name] = value
-            continue
-        taken = []
-        while at < len(words) and not words[at].startswith("--"):
-            taken.append(words[at])
-            at += 1
-        found[name] = True if not taken else taken[0] if len(taken) == 1 else taken
-    return found
-
-
-def _read(name: str, value: Any, kind: Any) -> Any:
-    """Turn a flag's value into what the configuration's field takes."""
-    options = typing.get_args(kind) or (kind,)
-    if isinstance(value, str):
-        for one in (bool, int, float):
-            try:
-                if one is bool and bool in options and value.lower() in ("true", "false"):
-                    return value.lower() == "true"
-                if one is not bool and one in options:
-                    return one(value)
-            except ValueError:
-                continue
-        if str in options:
-            return value
-        raise ValueError(f"{name} {value!r} is not what Megatron takes for it: {kind}")
-    if value is True and bool not in options:
-        raise ValueError(f"{name} needs a value")
-    return value

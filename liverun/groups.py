@@ -78,7 +78,7 @@ def open_world(
                 virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
-                expert_tensor_parallel_size=layout.etp if (layout.etp, layout.ep) != (1, 1) else None,
+                expert_tensor_parallel_size=layout.expert_tp,
                 distributed_timeout_minutes=timeout.total_seconds() / 60,
             )
 

@@ -57,6 +57,11 @@ class Layout:
         """Ranks that hold one copy of the dense model: ``tp * pp * cp``."""
         return self.tp * self.pp * self.cp
 
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size inside experts as worlds are built: tp, where neither ep nor etp is named."""
+        return self.etp if (self.etp, self.ep) != (1, 1) else self.tp
+
     def misfit(self, world_size: int) -> str | None:
         """Say in one sentence why this layout does not divide ``world_size`` ranks, or ``None`` if it does."""
         if world_size < 1:

@@ -33,4 +33,4 @@ class Limits:
                 )
         if present is None:
             return None
-        return megatron.misfit_of(present.training.model, layout.as_dict())
+        return megatron.misfit_of(present.training.model, layout.as_dict() | {"etp": layout.expert_tp})

@@ -15,13 +15,14 @@ def misfit(
     ep: int = 1,
     etp: int = 1,
     vocab_size: int | None = None,
+    is_mamba: bool = False,
 ) -> str | None:
     """Say in one sentence why a model cannot be split so, or ``None`` if it can.
 
     ``config`` is a Megatron ``TransformerConfig`` or anything with its fields; fields it lacks are not
     checked. The rules are those of megatron-core 0.16 to 0.19, which raises or asserts while it builds the
     model. ``vocab_size`` is the padded size the embedding is built with; leave it out where the script pads
-    for every tp anew.
+    for every tp anew. ``is_mamba`` is for Mamba and hybrid stacks, whose sizes a configuration has in any case.
     """
     for name, parts in (
         ("num_attention_heads", tp),
@@ -43,6 +44,10 @@ def misfit(
     groups = getattr(config, "num_query_groups", None)
     if groups is not None and groups % tp and tp % groups:
         return f"num_query_groups={groups} is neither a multiple nor a divisor of tp={tp}"
+    if getattr(config, "mtp_num_layers", None) and config.hidden_size % tp:
+        return f"hidden_size={config.hidden_size} cannot be split over tp={tp}; mtp_num_layers needs a multiple"
+    if is_mamba and (reason := _mamba_misfit(config, tp, cp, vpp)) is not None:
+        return reason
     if vocab_size is not None and vocab_size % tp:
         return f"vocab_size={vocab_size} cannot be split over tp={tp}; pad it to a multiple"
     return _layers_misfit(config, pp, vpp)
@@ -50,6 +55,24 @@ def misfit(
 
 def _axis(name: str) -> str:
     return {"num_moe_experts": "ep", "moe_ffn_hidden_size": "etp"}.get(name, "tp")
+
+
+def _mamba_misfit(config: Any, tp: int, cp: int, vpp: int) -> str | None:
+    """Follow Megatron's ``MambaMixer``, its context parallelism and ``MambaStack``."""
+    if vpp > 1:
+        return f"vpp={vpp} cannot be had: Megatron's Mamba stacks know no interleaved stages"
+    groups, heads = config.mamba_num_groups, config.mamba_num_heads
+    name = "mamba_num_heads"
+    if heads is None:
+        heads, name = 2 * config.hidden_size // config.mamba_head_dim, "2*hidden_size/mamba_head_dim"
+    for what, count in ((name, heads), ("mamba_num_groups", groups)):
+        if count % tp:
+            return f"{what}={count} cannot be split over tp={tp}; it has to be a multiple"
+    if heads // tp % cp:
+        return f"{name}={heads} cannot be split over tp={tp},cp={cp}; it has to be a multiple of {tp * cp}"
+    if groups // tp % cp and cp % (groups // tp):
+        return f"mamba_num_groups={groups} over tp={tp} is neither a multiple nor a divisor of cp={cp}"
+    return None
 
 
 def _layers_misfit(config: Any, pp: int, vpp: int) -> str | None:

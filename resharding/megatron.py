@@ -114,8 +114,8 @@ def misfit_of(model_chunks: Sequence[torch.nn.Module], sizes: Mapping[str, int])
 
     ``sizes`` has any of tp, pp, vpp, cp, ep, etp. The vocabulary is not judged: scripts pad it for every tp.
     """
-    configs = (getattr(_unwrapped(chunk), "config", None) for chunk in model_chunks)
-    config = next((config for config in configs if config is not None), None)
+    modules = [_unwrapped(chunk) for chunk in model_chunks]
+    config = next((found for module in modules if (found := getattr(module, "config", None)) is not None), None)
     known = {name: sizes[name] for name in ("tp", "pp", "vpp", "cp", "ep", "etp") if name in sizes}
     if config is None:
         return None
@@ -126,7 +126,7 @@ def misfit_of(model_chunks: Sequence[torch.nn.Module], sizes: Mapping[str, int])
             f"etp={etp} with ep=1 needs tp to be a multiple of {etp}, not {tp}: "
             f"megatron-core {megatron.core.__version__} would average gradients of different parts of an expert"
         )
-    return misfit(config, **known)
+    return misfit(config, **known, is_mamba=any(hasattr(module, "mamba_stack_spec") for module in modules))
 
 
 def let_go(model_chunks: Sequence[torch.nn.Module]) -> None:

@@ -31,6 +31,7 @@ MLA = [
     "--multi-latent-attention", "--q-lora-rank=16", "--kv-lora-rank=16", "--qk-head-dim=8", "--qk-pos-emb-head-dim=8",
     "--v-head-dim=8",
 ]  # fmt: skip
+MAMBA = ["--is-hybrid-model", "--mamba-state-dim=8", "--mamba-head-dim=8", "--mamba-num-groups=4"]
 BF16 = torch.bfloat16
 CASES = {
     "bf16, several buckets": (["--bf16", *DISTRIBUTED], Model(dtype=BF16), Split(tp=2, pp=2, dp=3)),
@@ -42,6 +43,26 @@ CASES = {
     "optimizer not distributed": (["--fp16"], Model(dtype=torch.float16, distributed=False), Split(tp=2, dp=2)),
     "experts": (["--bf16", *DISTRIBUTED, *EXPERTS], Model(dtype=BF16, experts=4), Split(tp=2, dp=2, ep=2, etp=1)),
     "latent attention": (["--bf16", *DISTRIBUTED, *MLA], Model(dtype=BF16, mla=True), Split(tp=2, dp=2)),
+    "Mamba": ([*DISTRIBUTED, *MAMBA, "--hybrid-override-pattern=MMMM"], Model(hybrid="MMMM"), Split(tp=2, dp=2)),
+    "Mamba, attention, MLP": (
+        [*DISTRIBUTED, *MAMBA, "--hybrid-override-pattern", "M*-M"], Model(hybrid="M*-M"), Split(tp=2, pp=2)
+    ),
+    "uneven stages": (
+        ["--bf16", *DISTRIBUTED, "--decoder-first-pipeline-num-layers=1"], Model(dtype=BF16), Split(pp=2, dp=2, first=1)
+    ),
+    "experts, shared and dense, biased router": (
+        ["--bf16", *DISTRIBUTED, *EXPERTS, "--moe-shared-expert-intermediate-size=16", "--moe-layer-freq", "[0,1,1,1]",
+         "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"],
+        Model(dtype=BF16, experts=4, shared=16, router_bias=True, dense_first=True), Split(tp=2, dp=2, ep=2, etp=1),
+    ),
+    "experts in one tensor": (
+        [*DISTRIBUTED, *EXPERTS, "--moe-grouped-gemm", "--moe-use-legacy-grouped-gemm"], Model(experts=4, grouped=True),
+        Split(tp=2, dp=2, ep=2, etp=1),
+    ),
+    "tokens further ahead": (
+        ["--bf16", *DISTRIBUTED, "--mtp-num-layers=1", "--untie-embeddings-and-output-weights"],
+        Model(dtype=BF16, ahead=1, tied=False), Split(tp=2, pp=2),
+    ),
 }  # fmt: skip
 
 
@@ -86,6 +107,24 @@ def test_links_ranks_and_totals_add_up_and_nodes_are_told_apart() -> None:
         (["--from=tp=2", "--to=tp=1", "--", "--num-layers=4"], "the model has no --hidden-size; give it with --model"),
         (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--num-layers=few"], "--num-layers 'few' is not what Megatron takes"),
         (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--qk-layernorm", "maybe"], "--qk-layernorm 'maybe' is not what"),
+        (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--moe-layer-freq", "[1]*few"], "'[1]*few' is no list; write it like"),
+        (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--fp8-format", "hybrid"], "--fp8-format hybrid cannot be planned: its"),
+        (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--optimizer", "muon"], "--optimizer muon cannot be planned: live"),
+        (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--optimizer=sgd"], "sgd with a momentum of 0.9 cannot be planned"),
+        (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--spec", "mine", "layers"], "--spec mine layers cannot be planned"),
+        (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--softmax-type=learnable"], "--softmax-type learnable cannot be"),
+        (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--use-megatron-fsdp"], "--use-megatron-fsdp cannot be planned: it"),
+        (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--hybrid-override-pattern=M*-E"], "--hybrid-override-pattern with E"),
+        (["--from=tp=2", "--to=tp=1", "--", *SIZES, "--mtp-num-layers=1", "--is-hybrid-model"], "--mtp-num-layers cannot be"),
+        (["--from=pp=2", "--to=tp=1", "--", *SIZES, "--mtp-num-layers=1"], "give --untie-embeddings-and-output-weights"),
+        (
+            ["--from=tp=2", "--to=tp=1", "--", *SIZES, *MAMBA, "--mamba-num-groups=1"],
+            "mamba_num_groups=1 cannot be split over tp=2",
+        ),
+        (
+            ["--from=tp=2", "--to=tp=1", "--", *SIZES, *EXPERTS, "--moe-ffn-hidden-size=25"],
+            "moe_ffn_hidden_size=25 cannot be split over etp=2",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(
@@ -99,6 +138,32 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert said.err.count("\n") == 1
     assert sentence in said.err
     assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "same_as"),
+    [
+        (["--swiglu"], ["--swiglu", "--ffn-hidden-size=64"]),  # Megatron makes it two thirds of four times the width
+        (["--quick-geglu", "--ffn-hidden-size=40"], ["--swiglu", "--ffn-hidden-size=40"]),
+        (["--group-query-attention"], ["--num-query-groups=1"]),
+        (["--use-rotary-position-embeddings"], ["--position-embedding-type=rope"]),
+        (["--num-experts=2", "--moe-layer-freq", "([0]*1+[1]*1)*1"], ["--num-experts=2", "--moe-layer-freq=[0,1]"]),
+        (["--num-experts=2", "--moe-grouped-gemm"], ["--num-experts=2"]),
+        (["--ddp-bucket-size=99", "--no-such-flag=1"], ["--ddp-bucket-size=99", "--overlap-grad-reduce"]),
+    ],
+)
+def test_flags_mean_what_megatrons_scripts_make_of_them(words: list[str], same_as: list[str]) -> None:
+    shape = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", "--vocab-size=64", "--use-distributed-optimizer"]
+    one, other = (
+        listings_of(Description.of(None, [*shape, *more]), PlannedWorld.parse("dp=2"))[1] for more in (words, same_as)
+    )
+    assert Counter(one.boxes) == Counter(other.boxes)
+
+
+def test_plain_sgd_has_no_moments() -> None:
+    shape = [*SIZES, "--optimizer=sgd", "--sgd-momentum=0", "--bf16"]
+    (listing,) = listings_of(Description.of(None, shape), PlannedWorld.parse("tp=1"))
+    assert {box.key.split("/")[0] for box in listing.boxes} == {"weight", "main"}
 
 
 def test_a_plan_needs_nothing_running_and_reads_flags_and_files(tmp_path: Path) -> None:

@@ -20,7 +20,11 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
@@ -73,6 +77,8 @@ class Model:
     """the first layer has no experts"""
     hybrid: str = ""
     """Mamba: a letter for each layer, M, * (attention) or - (MLP)"""
+    ahead: int = 0
+    """layers that predict further tokens"""
     high_padding: bool = False
     """buckets padded for bus bandwidth"""
 
@@ -135,6 +141,8 @@ def config_of(model: Model, split: Split) -> TransformerConfig:
         }  # fmt: skip
     if model.hybrid:
         options |= {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 4, "is_hybrid_model": True}
+    if model.ahead:
+        options["mtp_num_layers"] = model.ahead
     if split.first:
         options["num_layers_in_first_pipeline_stage"] = split.first
     return kind(
@@ -190,6 +198,7 @@ def _gpt(model: Model, config: TransformerConfig, where: dict[str, Any], stage: 
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type="learned_absolute" if model.learned else "rope",
         **({"vp_stage": stage} if split.vpp > 1 else {}),
+        **({"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, False)} if model.ahead else {}),
     )
 
 
