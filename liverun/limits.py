@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from liverun.layout import Layout
 from liverun.prepare import Standing
+from liverun.switch import unmovable
+from liverun.world import Stateful, Training
 from resharding import megatron
 
 
@@ -19,7 +21,8 @@ class Limits:
     def refusal(self, layout: Layout, world_size: int, present: Standing | None) -> str | None:
         """Say in one sentence why the job cannot run in such a world, or return ``None`` if it can.
 
-        ``present`` is the world the job is in, whose model's configuration is asked; none before the first.
+        ``present`` is the world the job is in, whose model, optimizer and small state are asked; none before the
+        first. It may train meanwhile, and other ranks are not asked.
         """
         if (reason := layout.misfit(world_size)) is not None:
             return reason
@@ -33,4 +36,25 @@ class Limits:
                 )
         if present is None:
             return None
-        return megatron.misfit_of(present.training.model, layout.as_dict() | {"etp": layout.expert_tp})
+        training = present.training
+        return (
+            megatron.misfit_of(training.model, layout.as_dict() | {"etp": layout.expert_tp})
+            or megatron.misfit_of_optimizer(training.model, training.optimizer)
+            or _misfit_of_small_state(training)
+        )
+
+
+def _misfit_of_small_state(training: Training) -> str | None:
+    """Say in one sentence what of the scheduler and the script's own state could not travel as JSON."""
+    parts: dict[str, object] = {} if training.scheduler is None else {"scheduler": training.scheduler}
+    parts |= {f"extra[{name!r}]": part for name, part in training.extra.items()}
+    for name, part in parts.items():
+        if not isinstance(part, Stateful):
+            return f"{name} is a {type(part).__name__} without state_dict() and load_state_dict(), and cannot move"
+        try:
+            state = part.state_dict()
+        except Exception:  # noqa: BLE001, S112 - a script's own, asked beside its training; asked again at the boundary
+            continue
+        if (reason := unmovable(name, state)) is not None:
+            return reason
+    return None

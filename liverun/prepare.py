@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -118,6 +118,31 @@ def _room(host: str, source: boxes.Holding, target: boxes.Holding) -> Room:
     on_host = all(view.device.type == "cpu" for view in (*old.values(), *new.values()))
     frees = on_host and not old.keys() & new.keys() and is_disjoint(weights)
     return Room(host=host, needed_bytes=target.nbytes, available_bytes=available_bytes(), frees=frees)
+
+
+def names_of(training: Training) -> dict[str, list[str]]:
+    """Return by what names the small state of a world is found in another one."""
+    parts = [f"extra[{name!r}]" for name in training.extra]
+    if training.scheduler is not None:
+        parts.append("scheduler")
+    return {"parts": sorted(parts), "groups": sorted(megatron.group_names(training.optimizer))}
+
+
+def check_names(olds: Sequence[dict[str, list[str]] | None], news: Sequence[dict[str, list[str]] | None]) -> None:
+    """Raise ``ValueError`` unless small state has the same names in both worlds; ``None`` for who is not in one.
+
+    Every member has the same lists, so all of them say the same, before anything moves.
+    """
+    before, after = ([one for one in side if one is not None] for side in (olds, news))
+    parts = [frozenset(one["parts"]) for one in (*before, *after)]
+    if differing := frozenset[str]().union(*parts) - parts[0].intersection(*parts):
+        raise ValueError(
+            f"{', '.join(sorted(differing))} is there on some ranks or in one of the worlds only; build() has to "
+            "give every rank of every world the same scheduler and extra state"
+        )
+    known = set().union(*(one["groups"] for one in before))
+    if missing := set().union(*(one["groups"] for one in after)) - known:
+        raise ValueError(f"no state for parameter group {min(missing)}; the old world has {sorted(known)}")
 
 
 def moves_streams(spec: Prepare, present: World | None) -> bool:
@@ -236,9 +261,12 @@ class Preparation:
                 "streams": {name: len(state) for name, state in outgoing.items()} if with_streams else {},
                 "wish": self._wish.as_dict(),
                 "room": _room(me.host, source, target).as_dict(),
+                "old": names_of(present.training) if present else None,
+                "new": names_of(standing.training) if standing else None,
             },
             device,
         )
+        check_names([one["old"] for one in said], [one["new"] for one in said])
         choice = agree([Choice(**one["wish"]) for one in said], [Room(**one["room"]) for one in said])
         touched_bytes = _touch(standing.holding) if standing and choice.keeps else 0
         names = [one["streams"] for one in said]

@@ -214,6 +214,23 @@ def _to_json(value: Any) -> Any:
     raise TypeError(f"state of type {type(value).__name__} cannot move; use numbers, text, lists, dicts and tensors")
 
 
+def unmovable(name: str, value: Any) -> str | None:
+    """Say in one sentence what of a state dict ``_to_json`` would refuse, and where, or ``None``."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                return f"{name} has {key!r} as a key and cannot move; use text as the keys of dicts"
+            if (reason := unmovable(f"{name}[{key!r}]", part)) is not None:
+                return reason
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            if (reason := unmovable(f"{name}[{index}]", part)) is not None:
+                return reason
+    elif not (value is None or isinstance(value, bool | int | float | str | torch.Tensor)):
+        return f"{name} is a {type(value).__name__} and cannot move; use numbers, text, lists, dicts and tensors"
+    return None
+
+
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if set(value) == {"__tensor__"}:

@@ -129,6 +129,51 @@ def misfit_of(model_chunks: Sequence[torch.nn.Module], sizes: Mapping[str, int])
     return misfit(config, **known, is_mamba=any(hasattr(module, "mamba_stack_spec") for module in modules))
 
 
+def misfit_of_optimizer(model_chunks: Sequence[torch.nn.Module], optimizer: Any) -> str | None:
+    """Say in one sentence why another world could not take over the optimizer's state, or ``None`` if it can.
+
+    Reads no element of a parameter. May be asked while a step runs, in which parameters are one step apart; where
+    they stay so, ``common_state`` says it.
+    """
+    names = {
+        id(param): name.removeprefix("module.")
+        for chunk in model_chunks
+        for name, param in chunk.named_parameters()
+    }
+    steps: dict[str, float] = {}
+    try:
+        for shard in _shards(optimizer):
+            name = names.get(id(shard.param), f"a parameter of shape {tuple(shard.param.shape)}")
+            if not _can_be_made(shard.optimizer, shard.group):
+                return (
+                    f"what {type(shard.optimizer).__name__} keeps for {name} cannot move; use torch's Adam or AdamW, "
+                    "or SGD without momentum"
+                )
+            state = shard.optimizer.state.get(shard.main(), {})
+            if "step" in state:
+                steps[name] = _plain(state["step"])
+    except Unsupported as reason:
+        return str(reason)
+    if steps:
+        first, last = min(steps, key=lambda name: steps[name]), max(steps, key=lambda name: steps[name])
+        if steps[last] - steps[first] > 1:
+            return (
+                f"{first} is at step {steps[first]:.0f} of the optimizer and {last} at step {steps[last]:.0f}; "
+                "state moves only if all parameters have made the same number of steps"
+            )
+    return None
+
+
+def group_names(optimizer: Any) -> set[str]:
+    """Return the settings by which parameter groups find their state in another world, whatever becomes of experts.
+
+    Groups of experts are told apart from dense ones only in worlds that split experts.
+    """
+    groups = (group for leaf in leaves(optimizer) for group in leaf.optimizer.param_groups)
+    kept = ({name: value for name, value in group.items() if name != "is_expert_parallel"} for group in groups)
+    return {_group_name(group) for group in kept}
+
+
 def let_go(model_chunks: Sequence[torch.nn.Module]) -> None:
     """Make chunks that will not be used again collectable, with all they hold: buffers, groups, optimizer shards.
 
@@ -649,10 +694,10 @@ def _fresh_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: torch.Tensor, *, empty: bool
 ) -> dict[str, torch.Tensor]:
     """Follow ``torch.optim.Adam._init_group``."""
-    if isinstance(optimizer, torch.optim.SGD) and not group["momentum"]:
-        return {}
-    if not isinstance(optimizer, torch.optim.Adam):
+    if not _can_be_made(optimizer, group):
         raise Unsupported(f"{type(optimizer).__name__} has no state yet, and only Adam's can be made ahead")
+    if isinstance(optimizer, torch.optim.SGD):
+        return {}
     if group.get("capturable") or group.get("fused"):
         step = torch.zeros((), dtype=torch.float32, device=param.device)
     else:
@@ -664,6 +709,12 @@ def _fresh_state(
         name: make(param.detach(), memory_format=torch.preserve_format) for name in _adam_states(group)
     }
     return {"step": step, **moments}
+
+
+def _can_be_made(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Tell whether the optimizer's state can be made in a world that has not stepped."""
+    plain = isinstance(optimizer, torch.optim.SGD) and not group["momentum"]
+    return plain or isinstance(optimizer, torch.optim.Adam)  # AdamW is one
 
 
 def _optimizer_state(optimizer: Any, parts_of: Mapping[int, Sequence[_Part]]) -> Iterator[Piece]:

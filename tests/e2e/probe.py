@@ -12,6 +12,7 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
 ``steps_per_change`` slow steps down while fewer than ``step / steps_per_change`` changes have been seen, so that a
                   run of few steps holds many changes whatever the machine's speed, and until the file ``hurry`` is there
 ``hang_in_build`` a generation in whose build this worker stops for good, if it joins
+``forget_scheduler`` builds of survivors return no scheduler
 ``fail_stream``   a rank of the first world whose first stream fails before it has begun
 ``fail_release``  a rank whose first stream fails when it has given so many pieces of its old state back: [rank, pieces]
 ``late``          with ``--defer optimizer``: let the optimizer's state set out only when the first forward and backward of
@@ -257,7 +258,10 @@ def main():
             if world.generation == OPTIONS.get("hang_in_build") and not probes:
                 Path(OPTIONS["announce"]).write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGSTOP)
-            return build(world)
+            training = build(world)
+            if probes and OPTIONS.get("forget_scheduler"):
+                training.scheduler = None
+            return training
 
         if {"fail_stream", "fail_release"} & OPTIONS.keys():
             stream.execute = fail_once(stream.execute)

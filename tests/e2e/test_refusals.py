@@ -38,7 +38,8 @@ def test_refusals_name_the_value_and_leave_the_run_alone(
     out = tmp_path / "out"
     out.mkdir()
     job = launch(
-        PROBE, str(out), *train_arguments(out, steps=400), nproc=2, standbys=2, probe={"steps_per_change": 1}
+        PROBE, str(out), *train_arguments(out, steps=400), nproc=2, standbys=2,
+        probe={"steps_per_change": 1, "forget_scheduler": True},
     )
     job.until_trains()
     job.until_standbys(2)
@@ -49,6 +50,12 @@ def test_refusals_name_the_value_and_leave_the_run_alone(
         assert all(name in done.stderr for name in named), f"{words}: {done.stderr}"
         assert "Traceback" not in done.stderr, done.stderr
         assert len(last) < 300, last
+
+    assert job.kinds().count("preparing") == 1, "what the numbers say already was found out later"
+    names = job.resize("--layout=tp=2")
+    assert names.returncode == 1, names.stderr
+    assert "scheduler is there on some ranks or in one of the worlds only" in names.stderr
+    assert (job.kinds().count("preparing"), job.kinds().count("switching")) == (2, 1), "found out when state moved"
 
     same = job.resize("--workers=2")
     assert same.returncode == 0, same.stderr

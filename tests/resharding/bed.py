@@ -198,7 +198,7 @@ def _gpt(model: Model, config: TransformerConfig, where: dict[str, Any], stage: 
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type="learned_absolute" if model.learned else "rope",
         **({"vp_stage": stage} if split.vpp > 1 else {}),
-        **({"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, False)} if model.ahead else {}),
+        **({"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, False, where["vp_stage"])} if model.ahead else {}),
     )
 
 

@@ -158,6 +158,24 @@ def test_parameters_at_different_steps_are_refused(stack):
         megatron.common_state(optimizer)
 
 
+def test_an_optimizer_whose_state_cannot_move_is_told_by_kind_and_parameter(stack, monkeypatch):
+    chunks, optimizer = stack
+    assert megatron.misfit_of_optimizer(chunks, optimizer) is None  # it has not stepped
+    _train_step(optimizer, chunks)
+    inner = optimizer.chained_optimizers[0].optimizer
+    next(iter(inner.state.values()))["step"] += 1
+    assert megatron.misfit_of_optimizer(chunks, optimizer) is None  # as in the middle of a step
+    next(iter(inner.state.values()))["step"] += 1
+    said = megatron.misfit_of_optimizer(chunks, optimizer)
+    names = [name.removeprefix("module.") for name, _ in chunks[0].named_parameters()]
+    assert "is at step 1 of the optimizer and" in said
+    assert sum(said.startswith(name) or f"and {name} at step 3" in said for name in names) == 2
+    monkeypatch.setattr(inner, "__class__", torch.optim.Adagrad)
+    said = megatron.misfit_of_optimizer(chunks, optimizer)
+    assert any(said == f"what Adagrad keeps for {name} cannot move; use torch's Adam or AdamW, or SGD without momentum" for name in names)
+    assert "optimizer NoneType is not one" in megatron.misfit_of_optimizer(chunks, None)
+
+
 def test_the_grad_scaler_of_fp16_moves():
     with bed.rank_of(ONE, 0):
         _, optimizer = bed.build(Model(layers=2, dtype=torch.float16), ONE)
