@@ -82,9 +82,15 @@ def progress_line(event: dict[str, Any], elapsed_s: float) -> str:
 
 
 def cost(last: dict[str, Any]) -> str:
-    """Pause and bytes of a resize."""
+    """Pause and bytes of a resize; whether the old state was kept, and what comparing took, where it came that far."""
     moved, local = last["bytes_moved"], last["bytes_local"]
-    return f"pause {last['pause_s']:.3f} s, {megabytes(moved)} moved, {megabytes(local)} local"
+    text = f"pause {last['pause_s']:.3f} s, {megabytes(moved)} moved, {megabytes(local)} local"
+    verify = last.get("verify", {"mode": ""})  # an older run folder's status has none
+    if not verify["mode"]:
+        return text
+    took = f"checked in {verify['seconds']:.3f} s"
+    checked = {"full": took, "sample": f"a sample {took}", "off": "not checked"}[verify["mode"]]
+    return f"{text}, old state {'kept' if last['kept'] else 'given back layer by layer'}, {checked}"
 
 
 def outcome_line(outcome: str, reason: str, fields: dict[str, Any]) -> str:

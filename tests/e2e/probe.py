@@ -13,6 +13,7 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
                   run of few steps holds many changes whatever the machine's speed, and until the file ``hurry`` is there
 ``hang_in_build`` a generation in whose build this worker stops for good, if it joins
 ``forget_scheduler`` builds of survivors return no scheduler
+``scarce_memory`` the host has hardly any to spare
 ``fail_stream``   a rank of the first world whose first stream fails before it has begun
 ``fail_release``  a rank whose first stream fails when it has given so many pieces of its old state back: [rank, pieces]
 ``late``          with ``--defer optimizer``: let the optimizer's state set out only when the first forward and backward of
@@ -42,7 +43,7 @@ import train  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 import liverun  # noqa: E402
-from liverun import fence  # noqa: E402
+from liverun import fence, prepare  # noqa: E402
 from resharding import stream  # noqa: E402
 
 NUM_BYTES = 12
@@ -263,6 +264,8 @@ def main():
                 training.scheduler = None
             return training
 
+        if OPTIONS.get("scarce_memory"):
+            prepare.available_bytes = lambda: 1
         if {"fail_stream", "fail_release"} & OPTIONS.keys():
             stream.execute = fail_once(stream.execute)
         job = real_join(watched_build, **options)

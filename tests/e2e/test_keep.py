@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 MIB = 1 << 20
 STAGING = 16 * MIB
 SLACK = 16 * MIB
+AUTO = ("--keep=auto", "--staging=16MiB")
 NEVER = ("--keep=never", "--staging=16MiB")
 RESIZES = [("--layout=tp=2",), ("--workers=1",), ("--workers=2", "--layout=pp=2")]
 """moving, shrinking and growing"""
@@ -85,11 +86,12 @@ def test_a_failure_before_anything_is_given_back_changes_nothing_and_nor_does_a_
     launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], undisturbed: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
+    """Where memory is short and nobody has said what to do; ``liverun status`` says what was done."""
     out = tmp_path / "out"
     out.mkdir()
     job = launch(
         PROBE, str(out), *train_arguments(out, *BF16, steps=BF16_STEPS), nproc=2, standbys=2,
-        options=NEVER, probe={"steps_per_change": 12, "fail_stream": 1},
+        options=AUTO, probe={"steps_per_change": 12, "fail_stream": 1, "scarce_memory": True},
     )
     job.until_trains()
     job.until_standbys(2)
@@ -99,6 +101,9 @@ def test_a_failure_before_anything_is_given_back_changes_nothing_and_nor_does_a_
     job.must_resize("--replace=1")
     active = next(event for event in job.events() if event["kind"] == "active")
     assert active["kept"] is False
+    assert job.status()["last_resize"]["kept"] is False
+    said = job.cli("status", job.job).stdout
+    assert "old state given back layer by layer, checked in 0." in " ".join(said.split())
     assert active["verify"]["mode"] == "full"
     assert job.finish() == 0, job.output()
     assert_bit_identical(undisturbed(*BF16, steps=BF16_STEPS), out)
