@@ -3,7 +3,8 @@
     python benchmarks/reshard.py [--json] [--runs 1] [--parameters 25 100] [--only wire|live]
 
 * The wire: two processes over gloo, 256 MiB of fp32; bare sends and receives as large as the stream's messages and as
-  large as 64 MiB, and the stream with digests of everything, of a sample and of nothing, in turns.
+  large as 64 MiB, and the stream with digests of everything, of a sample and of nothing, in turns; and the stream of
+  as many bytes that lie in columns, and are packed and unpacked.
 * Weights of a bf16 GPT from tp=2 to pp=2: ``megatron.core.resharding`` over gloo, and the stream, in turns.
 * Live: ``examples/gpt/train.py`` in bf16 with fp32 main parameters and Adam, from tp=2 on two workers to one, the
   pause in parts, with everything in it and with the optimizer's state deferred; and the same change with torchrun
@@ -134,6 +135,7 @@ def show(result: dict) -> None:
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in row["parts"].items())
         moved, local = row["bytes_moved"] / 1e6, row["bytes_local"] / 1e6
         print(f"\n{name}: pause {row['pause_s']:.3f} s ({parts}); {moved:.0f} MB moved, {local:.0f} MB local")
+        print(f"  {row['bytes_per_s'] / 1e9:.2f} GB/s moved and local together, checking left out")
         late_s, shorter = row["deferred_pause_s"], row["pause_s"] / row["deferred_pause_s"]
         print(f"  --defer optimizer: pause {late_s:.3f} s, {shorter:.1f} times shorter")
         print(f"  to the end of the first step: {row['to_end_s']:.3f} s, deferred {row['deferred_to_end_s']:.3f} s")

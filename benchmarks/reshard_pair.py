@@ -77,21 +77,31 @@ def stream(group, rank: int, old: list, new: list, staging: int, **options) -> d
     return {"seconds": time.perf_counter() - started, "verify_s": report.verify_s, "direct": report.num_direct}
 
 
+def whole() -> list:
+    """Return tensors that lie contiguous: they leave and arrive where they are."""
+    return [torch.rand(TENSOR_BYTES // 4096, 1024) for _ in range(NUM_TENSORS)]
+
+
+def columns() -> list:
+    """Return as many tensors of the same size, each half the columns of a wider one: packed here, unpacked there."""
+    wide = [torch.rand(TENSOR_BYTES // 4096, 2048) for _ in range(NUM_TENSORS // 2)]
+    return [half for tensor in wide for half in tensor.split(1024, dim=1)]
+
+
+def sides(mine: list, other: list, *, both: bool) -> tuple[list, list]:
+    """Return the old and the new world; boxes are the same on both ranks, and each uses its own side."""
+    nobody = Holding.of([])
+    if not both:
+        return [holding(mine, 0), nobody], [nobody, holding(other, 0)]
+    return [holding(mine, 0), holding(mine, NUM_TENSORS)], [holding(other, NUM_TENSORS), holding(other, 0)]
+
+
 def wire(group, rank: int, staging: int) -> dict:
     """Bare sends and the stream in turns; medians."""
-    shape = (TENSOR_BYTES // 4096, 1024)
-    mine, other = ([torch.rand(shape) for _ in range(NUM_TENSORS)] for _ in range(2))
-    nobody = Holding.of([])
-    cases = {
-        "one way": (False, [holding(mine, 0), nobody], [nobody, holding(other, 0)]),
-        "both ways": (
-            True,
-            [holding(mine, 0), holding(mine, NUM_TENSORS)],
-            [holding(other, NUM_TENSORS), holding(other, 0)],
-        ),
-    }  # boxes are the same on both ranks; each uses its own side, with tensors of its own
+    mine, other, cut, other_cut = whole(), whole(), columns(), columns()
     result = {}
-    for name, (both, old, new) in cases.items():
+    for name, both in (("one way", False), ("both ways", True)):
+        old, new = sides(mine, other, both=both)
         found: dict[str, list] = {}
         for _ in range(ROUNDS):
             for chunk in (staging // 4, 64 * MIB):
@@ -102,6 +112,10 @@ def wire(group, rank: int, staging: int) -> dict:
                 found.setdefault(f"digests, verify {verify}", []).append(told["verify_s"])
             told = stream(group, rank, old, new, staging, keep=False)
             found.setdefault("stream, layer by layer, verify full", []).append(told["seconds"])
+            for verify in ("off", "full"):
+                told = stream(group, rank, *sides(cut, other_cut, both=both), staging, verify=verify)
+                assert not told["direct"]
+                found.setdefault(f"stream, cut along columns, verify {verify}", []).append(told["seconds"])
         medians = {key: statistics.median(values) for key, values in found.items()}
         result[name] = {
             key: {"seconds": seconds, "bytes_per_s": NUM_TENSORS * TENSOR_BYTES / seconds}

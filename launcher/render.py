@@ -82,7 +82,7 @@ def progress_line(event: dict[str, Any], elapsed_s: float) -> str:
 
 
 def cost(last: dict[str, Any]) -> str:
-    """Pause and bytes of a resize; whether the old state was kept, and what comparing took, where it came that far."""
+    """Pause and bytes of a resize; where it came that far, whether the old state was kept and what comparing took."""
     moved, local = last["bytes_moved"], last["bytes_local"]
     text = f"pause {last['pause_s']:.3f} s, {megabytes(moved)} moved, {megabytes(local)} local"
     verify = last.get("verify", {"mode": ""})  # an older run folder's status has none
