@@ -207,6 +207,7 @@ class Agent:
         for worker in list(self._pool.alive):
             self._pool.kill(worker)
         await self._pool.empty(10.0)
+        self._node.close_stores()
         await self._node.link.close()
         self._folder.socket_path.unlink(missing_ok=True)
         await self._watches.stop()
@@ -436,9 +437,11 @@ class Leader(Agent):
         return await self._lead(taken, int(following.value) if following is not None else 0, unconfirmed)
 
     def _control(self, state: JobState) -> None:
-        store = self._own or self._entry.store
+        store, leading = self._own or self._entry.store, self._entry.leading
         assert store is not None
         self._controller = Controller(state, job=self._job, store=store, events=self._events, say=say)
+        if leading is not None:
+            self._controller.keep_leading(leading)
         self._node.asks = self._controller.asked
 
     async def _lead(
@@ -474,18 +477,19 @@ class Leader(Agent):
         return code
 
     async def _follow(self) -> Entry:
-        """Become a node of the job whose store is elsewhere now."""
+        """Become a node of the job whose controller, or store as well, is elsewhere now."""
         from launcher.entering import enter_elsewhere
 
         meeting, place, entry = self._options.meeting, self._controller.superseded, self._entry
         assert meeting is not None
-        assert place is not None
         assert entry.token is not None
-        say(f"the store was brought back at {place} while this node was cut off: its workers end, and it comes anew")
+        why = "another agent has led the job" if place is None else f"the store was brought back at {place}"
+        say(f"{why} while this node was cut off: its workers end, and it comes anew")
         await self._take_apart()
         if self._own is not None:
             self._own.close()
-        meeting = dataclasses.replace(meeting, host=place.host, port=place.port)
+        if place is not None:
+            meeting = dataclasses.replace(meeting, host=place.host, port=place.port)
         return await enter_elsewhere(self._options, meeting, entry.name, entry.token)
 
     @contextlib.asynccontextmanager

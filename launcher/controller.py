@@ -24,6 +24,7 @@ from launcher.control import (
 from launcher.decide import decide, next_deadline
 from launcher.events import EventLog
 from launcher.handover import dump_state
+from launcher.leading import Leadership
 from launcher.ledger import Ledger
 from launcher.model import (
     Action,
@@ -124,7 +125,7 @@ class Controller:
         self.end: End | None = None
         self.ended = asyncio.Event()
         self.superseded: Place | None = None
-        """where another agent has brought the store back; ``ended`` is set without an end then"""
+        """where another agent has brought the store back"""
         self._ledger = Ledger(store, events, say)
         self._events = events
         self._say = say
@@ -143,6 +144,7 @@ class Controller:
         self._requesters: dict[int, Requester] = {}
         self._asks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._keeping: asyncio.Task[None] | None = None
 
     # --- what comes in --------------------------------------------------------------------------------------
 
@@ -367,6 +369,8 @@ class Controller:
                     event: Event = await self._queue.get()
             except TimeoutError:
                 event = _TIMED_OUT
+            if self.state.leads != self._ledger.leads:
+                self.state = replace(self.state, leads=self._ledger.leads)
             decision = decide(time.monotonic(), self.state, event)
             self.state = decision.state
             for action in decision.actions:
@@ -455,9 +459,34 @@ class Controller:
             return
         self.fail(str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}")
 
-    def give_way(self, place: Place) -> None:
-        """Be the controller no more: another one acts for the job, at a store elsewhere."""
+    def lead_by(self, leading: Leadership) -> None:
+        """Act by this from now on."""
+        self._ledger.leading = leading
+
+    def keep_leading(self, leading: Leadership) -> None:
+        """Act by this, in a store elsewhere, until another agent has the job, or :meth:`resign`."""
+        self.lead_by(leading)
+        self._keeping = self.spawn(self._keep(leading))
+
+    async def _keep(self, leading: Leadership) -> None:
+        await leading.keep(self._ledger.unchanged, lambda: self.tell(Tick()))
+        if self.end is None:
+            self.give_way(None)
+
+    async def resign(self) -> None:
+        """Give back what :meth:`keep_leading` kept, and the job's id if the job is over."""
+        if self._keeping is not None and self._ledger.leading is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+            await self._ledger.leading.resign(over=self.end is not None)
+
+    def give_way(self, place: Place | None) -> None:
+        """Be the controller no more: another one acts for the job, at a store elsewhere or the same.
+
+        ``ended`` is set without an end then.
+        """
         self.superseded = place
+        self._ledger.over = True
         self.ended.set()
 
     def leave(self, action: HandOver) -> None:
@@ -480,6 +509,7 @@ class Controller:
         self._boot_store = asyncio.get_running_loop().create_future()
         self.post(action.nodes[0].id, OpenC10d(generation=0))
         host, port = await self._boot_store
+        await self._ledger.leading_again()
         rank, size = 0, sum(node.boot for node in action.nodes)
         for number, node in enumerate(action.nodes):
             order = StartRanked(

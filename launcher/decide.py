@@ -171,6 +171,7 @@ def _settle(turn: Turn) -> None:
     if turn.state.phase == "ending" or turn.state.stopping is not None:
         return
     generation.late(turn)
+    generation.go_on(turn)
     generation.close_retired(turn)
     generation.aim(turn)
     if turn.state.phase != "ending" and turn.state.proposal is None and turn.state.retiring is None:

@@ -7,19 +7,18 @@ import contextlib
 import functools
 import json
 import secrets
-import time
 from collections.abc import AsyncIterator
 
 from launcher.controller import Controller
-from launcher.entering import CONTROLLER_KEY, LEADER_LEASE_S, controller_value
+from launcher.entering import controller_value
 from launcher.entry import Entry
 from launcher.hub import Hub
+from launcher.leading import CONTROLLER_KEY, Leadership
 from launcher.model import HandOver, HandoverFailed
 from launcher.options import Meeting
 from launcher.orders import DoorsOpen, Follow, OpenDoors, TookOver
-from launcher.store import EmbeddedStore, StoreError
+from launcher.store import EmbeddedStore
 from launcher.store.engine import Engine
-from launcher.store.lease import HeldLease
 from launcher.store.link import Place
 from launcher.store.quorum import WriteGate
 from launcher.store.server import StoreServer
@@ -53,7 +52,8 @@ async def doors(
     )  # fmt: skip
     server, keeping = None, None
     if own is not None:
-        await own.put(CONTROLLER_KEY, controller_value(entry.host, entry.door, job=entry.job, term=entry.term))
+        value = controller_value(entry.host, entry.door, job=entry.job, term=entry.term)
+        controller.lead_by(Leadership(own, value, revision=await own.put(CONTROLLER_KEY, value)))
         server = StoreServer(
             own.engine, entry.token, job=entry.name, random=secrets.token_bytes, beat_s=BEAT_S, ssl_context=context
         )
@@ -63,9 +63,6 @@ async def doors(
         own.engine.gate = gate
         keeping = asyncio.create_task(_look_for_another(controller, own, gate, entry, meeting, own_name))
         controller.world_changed = gate.set_voters
-    elif entry.store is not None and entry.lease is not None:
-        held = HeldLease(entry.store, entry.lease, LEADER_LEASE_S, clock=time.monotonic)
-        keeping = asyncio.create_task(held.run(asyncio.sleep))
     if entry.taken is not None:
         hub.expect(entry.taken.remotes)
     await hub.start(entry.host, entry.door)
@@ -78,6 +75,8 @@ async def doors(
             await server.start(host, port, listener=entry.listener)
         yield
     finally:
+        if controller.end is None:
+            hub.let_go()  # another controller acts for them
         await hub.stop(patience_s)
         if keeping is not None:
             keeping.cancel()
@@ -85,10 +84,7 @@ async def doors(
         if server is not None:
             await server.stop()
         if entry.store is not None:
-            with contextlib.suppress(StoreError):
-                await entry.store.compare_and_set({}, {"job/id": None})
-                if entry.lease is not None:
-                    await entry.store.revoke(entry.lease)
+            await controller.resign()
             await entry.store.aclose()
 
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.entry import Entry
+from launcher.leading import CONTROLLER_KEY, LEADER_LEASE_S, claim
 from launcher.options import Meeting, RunOptions
 from launcher.rundir import JobError, fresh_job_id
 from launcher.store import StoreError
@@ -41,9 +42,7 @@ from launcher.store.etcd import EtcdStore
 from launcher.store.etcd_gateway import Login
 from launcher.store.link import Place
 
-CONTROLLER_KEY = "controller"
 ASK_EVERY_S = 0.2
-LEADER_LEASE_S = 10.0
 ETCD_USER, ETCD_PASSWORD = "LIVERUN_ETCD_USER", "LIVERUN_ETCD_PASSWORD"
 EXIT_UNREACHABLE, EXIT_NOT_ALLOWED, EXIT_USAGE = 69, 77, 2
 
@@ -116,11 +115,15 @@ async def _elsewhere(
             known = await store.get("job/id")
             own_job = known.value if known is not None else own_job  # its controller was lost
             door = open_door(entry.host)
-            lease = await store.grant(LEADER_LEASE_S)
-            value = controller_value(entry.host, door, job=own_job, term=1, embedded=False)
-            if await store.compare_and_set({CONTROLLER_KEY: 0}, {CONTROLLER_KEY: value}, lease=lease) is not None:
-                return dataclasses.replace(entry, job=own_job, door=door, lease=lease, term=1)
-            door.close()
+            leading = None
+            try:
+                value = controller_value(entry.host, door, job=own_job, term=1, embedded=False)
+                leading = await claim(store, value, min(LEADER_LEASE_S, meeting.lost_after_s))
+            finally:
+                if leading is None:
+                    door.close()
+            if leading is not None:
+                return dataclasses.replace(entry, job=own_job, door=door, leading=leading, term=1)
         except ForbiddenError as error:
             raise JobError(str(error), EXIT_NOT_ALLOWED) from None
         except StoreError as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from launcher.leading import Leadership
     from launcher.orders import Report, TakeOver
     from launcher.store.auth import Token
     from launcher.store.client import RemoteStore
@@ -39,8 +40,8 @@ class Entry:
     """the controller is to be served on it, by this agent"""
     embedded: bool = False
     """that store is carried by an agent of the job"""
-    lease: int | None = None
-    """under which ``controller`` says so, in a store elsewhere"""
+    leading: Leadership | None = None
+    """the right to be the controller, in a store elsewhere"""
     controller: Place | None = None
     """a controller elsewhere"""
     term: int = 0

@@ -211,6 +211,16 @@ def prepared(turn: Turn, worker: str, message: Prepared) -> None:
     target, generation = _aimed(proposal)
     turn.set_proposal(phase=Phase.READY)
     turn.record("ready", f"all {len(target.members)} workers are ready", generation=generation)
+    turn.set_proposal(held=True)
+    go_on(turn)
+
+
+def go_on(turn: Turn) -> None:
+    """Do what follows READY; only while this controller leads, another world may have become active else."""
+    proposal = turn.state.proposal
+    if proposal is None or not proposal.held or not turn.state.leads:
+        return
+    turn.set_proposal(held=False)
     if turn.state.world is None:
         _go(turn, None)
     else:
@@ -245,6 +255,9 @@ def armed(turn: Turn, worker: str, message: Armed) -> None:
             f"{turn.name(worker)} was at step {message.at_step}, past the boundary before {message.step}",
         )
         return
+    if not turn.state.leads:
+        _cancel(turn, "the leader's lease is over")
+        return
     proposal = turn.set_proposal(armed=proposal.armed | {worker})
     if proposal.armed >= set(world.ranks):
         turn.set_proposal(phase=Phase.ARMED)
@@ -270,8 +283,8 @@ def _cancel(turn: Turn, why: str) -> None:
     if proposal.tries >= MAX_ARM_TRIES:
         abort(turn, f"no step could be agreed on in {proposal.tries} tries: {why}")
         return
-    turn.set_proposal(margin=min(proposal.margin * 2, MAX_ARM_MARGIN))
-    _ask_where(turn)
+    turn.set_proposal(margin=min(proposal.margin * 2, MAX_ARM_MARGIN), held=True)
+    go_on(turn)
 
 
 def _go(turn: Turn, step: int | None) -> None:

@@ -12,9 +12,10 @@ import time
 from typing import Any
 
 from launcher.agent import Agent, say
-from launcher.entering import CONTROLLER_KEY, controller_value, enter_elsewhere, open_door
+from launcher.entering import controller_value, enter_elsewhere, open_door
 from launcher.entry import Entry, Promoted
 from launcher.handover import load_state
+from launcher.leading import CONTROLLER_KEY
 from launcher.notices import Notice
 from launcher.orders import (
     DoorsOpen,
@@ -119,6 +120,7 @@ class Member(Agent):
         )
         tls = self._options.meeting.tls if self._options.meeting is not None else None
         context = tls.client() if tls is not None else None
+        lost_after_s = self._options.meeting.lost_after_s if self._options.meeting is not None else 0.0
         uplink = self._uplink = Uplink(entry.controller, identity, term=entry.term, ssl_context=context)
         self._talking = asyncio.create_task(uplink.run(offer, self._entered, self._node.do))
         ended = False
@@ -135,7 +137,7 @@ class Member(Agent):
                     return self._promoted.result()
                 if self._talking.done():
                     return self._parted(self._talking)
-                if uplink.node and uplink.silent_s > uplink.lost_after_s:
+                if uplink.silent_s > (uplink.lost_after_s or lost_after_s):
                     found = await self._look()
                     if not isinstance(found, str):
                         return found
@@ -185,7 +187,8 @@ class Member(Agent):
         """See what has become of a controller that is silent; ``wait`` while that cannot be known."""
         if self._succession is not None:
             found = await self._succession.look()
-            return "wait" if found is None else found
+            if found is not None or self._uplink.node:
+                return found or "wait"
         assert self._entry.store is not None
         try:
             known = await self._entry.store.get(CONTROLLER_KEY)

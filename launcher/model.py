@@ -169,6 +169,8 @@ class Proposal:
     armed: frozenset[str] = frozenset()
     margin: int = 2
     tries: int = 0
+    held: bool = False
+    """all have prepared, and what follows waits for the leader's lease"""
     votes: Mapping[str, Switched] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     """joiners that ended while switching"""
@@ -248,6 +250,8 @@ class JobState:
     last_arrival: float = 0.0
     booted: tuple[str, ...] = ()
     """nodes of the present attempt, in the order of their ranks; empty until there are enough"""
+    leads: bool = True
+    """the controller may act as such: the lease by which it does is not over"""
     handing_over: bool = False
     """the controller is on its way to another node; nothing begins meanwhile"""
     no_heirs: frozenset[str] = frozenset()

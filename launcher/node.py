@@ -354,7 +354,7 @@ class Node:
         pool.end_era()
         again = [worker for worker in pool.busy if order.keep and pool.keeps and worker in self._keeping]
         if again:
-            self._close_stores()  # who waits there for a peer waits no longer
+            self.close_stores()  # who waits there for a peer waits no longer
         for worker in again:
             self.link.send(worker, Unwind(reason=order.reason))
         for worker in pool.alive.keys() - set(again):
@@ -371,10 +371,11 @@ class Node:
         for worker in list(self._shown):
             self._relay.leave(worker)
         self._shown.clear()
-        self._close_stores()
+        self.close_stores()
         self._report(Cleared(kept=tuple(sorted(process.pid for process in pool.alive.values() if process.waits))))
 
-    def _close_stores(self) -> None:
+    def close_stores(self) -> None:
+        """End the c10d stores of this node."""
         for generation in list(self._stores):
             self._close_store(generation)
 

@@ -26,22 +26,22 @@ class HeldLease:
         self.lost = asyncio.Event()
         """set once the store has said that the lease has ended"""
         self._store = store
-        self._clock = clock
+        self.clock = clock
         self._until = 0.0
 
     @property
     def valid(self) -> bool:
         """Whether this process may act as the holder now; ask right before each act."""
-        return not self.lost.is_set() and self._clock() < self._until
+        return not self.lost.is_set() and self.clock() < self._until
 
     @property
     def left_s(self) -> float:
         """Seconds for which :attr:`valid` holds if nothing is heard any more."""
-        return 0.0 if self.lost.is_set() else max(0.0, self._until - self._clock())
+        return 0.0 if self.lost.is_set() else max(0.0, self._until - self.clock())
 
     async def keep(self) -> bool:
         """Renew it once. Raises what the store raises."""
-        sent = self._clock()
+        sent = self.clock()
         if not await self._store.keep_alive(self.id):
             self.lost.set()
             return False
