@@ -10,8 +10,8 @@ from datetime import timedelta
 import bed
 import torch.distributed as dist
 from bed import Split
+from families import MODELS, splits
 from megatron.core import parallel_state as mpu
-from test_families import MODELS, splits
 
 from resharding import megatron
 from resharding.boxes import Holding

@@ -108,14 +108,16 @@ def stream_all(
     targets: Sequence[Holding],
     staging_bytes: int,
     network: Network | None = None,
+    *,
+    each: Callable[[int], dict[str, Any]] = lambda _rank: {},
     **options: Any,
 ) -> list[StreamReport]:
-    """Run ``execute`` of every rank at once."""
+    """Run ``execute`` of every rank at once; ``each`` gives the options of one rank."""
     shared = network or Network()
     return run_together(
         [
             lambda rank=rank, plan=plan: execute(
-                plan, sources[rank], targets[rank], MemoryTransport(shared, rank), staging_bytes, **options
+                plan, sources[rank], targets[rank], MemoryTransport(shared, rank), staging_bytes, **options, **each(rank)
             )
             for rank, plan in enumerate(plans)
         ]

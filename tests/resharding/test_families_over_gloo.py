@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_families import MODELS
+from families import MODELS
 
 SHORT = ("experts", "Mamba, attention, MLP", "latent attention")
 
@@ -23,7 +23,7 @@ SHORT = ("experts", "Mamba, attention, MLP", "latent attention")
 def test_families_move_between_real_processes(
     names: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    seed = request.config.getoption("--pairs-seed", None)
+    seed = request.config.getoption("--pairs-seed")
     seed = 17 if seed is None else seed
     script = Path(__file__).with_name("family_rank.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
