@@ -156,6 +156,10 @@ def diff(a: CheckpointPath, b: CheckpointPath, as_json: AsJson = False) -> None:
             raise SystemExit(1)
 
 
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--model-config", help="JSON of the model's arguments that the checkpoint does not tell"),
+]
 StepOption = Annotated[int | None, typer.Option("--step", help="steps that were completed, if it does not say")]
 SamplesOption = Annotated[
     int | None, typer.Option("--consumed-samples", help="samples that were used, if it does not say")
@@ -174,10 +178,7 @@ def convert(  # noqa: PLR0917  (typer reads options from the signature)
     consumed_samples: SamplesOption = None,
     vocab_size: VocabOption = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="leave the optimizer out")] = False,
-    model_config: Annotated[
-        Path | None,
-        typer.Option("--model-config", help="JSON of the model's arguments that the checkpoint does not tell"),
-    ] = None,
+    model_config: ConfigOption = None,
     patterns: Annotated[
         Path | None, typer.Option("--patterns", help="JSON: how tensor parallel slices go together (DeepSpeed)")
     ] = None,
@@ -194,7 +195,7 @@ def convert(  # noqa: PLR0917  (typer reads options from the signature)
         complain(f"--to {wanted}: a checkpoint of {kind} is not converted to that", 2)
     from resharding.checkpoint.format import BadCheckpoint
 
-    model = _json_of(model_config)
+    model = _model_of(model_config)
     if kind == "liverun":
         from resharding.checkpoint.megatron_write import write_megatron
 
@@ -227,12 +228,14 @@ def export(  # noqa: PLR0917  (typer reads options from the signature)
     rope_theta: Annotated[float | None, typer.Option("--rope-theta", help="base of rotary positions")] = None,
     norm_eps: Annotated[float | None, typer.Option("--norm-eps", help="epsilon of RMSNorm")] = None,
     max_positions: Annotated[int | None, typer.Option("--max-positions", help="longest sequence")] = None,
+    model_config: ConfigOption = None,
 ) -> None:
     """Write the weights of a Llama-like model as a folder that Hugging Face's transformers loads."""
+    from resharding.checkpoint.config import said_of
     from resharding.checkpoint.export import export_llama
 
     said = {"rotary_base": rope_theta, "layernorm_epsilon": norm_eps, "max_sequence_length": max_positions}
-    model = {name: value for name, value in said.items() if value is not None}
+    model = said_of(_model_of(model_config)) | {name: value for name, value in said.items() if value is not None}
     with _opened(path) as checkpoint:
         total = sum(entry.nbytes for entry in checkpoint.index.entries if entry.kind == "weight")
         with _progress("exporting", total) as advance:
@@ -258,6 +261,16 @@ def _kind_of(path: Path) -> str:
     if kind is None:
         complain(f"{path} is no checkpoint of liverun, Megatron (torch_dist) or DeepSpeed; point at its folder", 2)
     return kind
+
+
+def _model_of(path: Path | None) -> dict[str, Any]:
+    """Read --model-config: JSON, or a checkpoint of ours that says which model it is of."""
+    if path is None or not path.is_dir():
+        return _json_of(path)
+    from resharding.checkpoint.config import arguments_of
+
+    with _opened(path) as checkpoint:
+        return arguments_of(checkpoint.index)
 
 
 def _json_of(path: Path | None) -> dict[str, Any]:

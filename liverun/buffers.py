@@ -18,12 +18,8 @@ from liverun.description import Description, rank_of_a_world
 from liverun.flags import RENAMED
 from liverun.layout import Layout
 from resharding.checkpoint.buckets import Buffer, in_transformer_engines_order
+from resharding.checkpoint.config import LAYOUT_FIELDS
 
-LAYOUT_FIELDS = {
-    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}  # fmt: skip
 MODEL_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
     "num_query_groups", "kv_channels", "normalization", "add_qkv_bias", "qk_layernorm", "swiglu", "gated_linear_unit",

@@ -183,7 +183,7 @@ class DeepSpeedSource:
         self.nbytes = sum(math.prod(t.global_shape) * getattr(torch, t.dtype).itemsize for t in self.tensors)
         self.fused: Mapping[str, Fused] = fused_by_config(self.tensors, model)
         self.meta = meta_of(
-            folder, step=step, consumed_samples=consumed_samples, client=first, source="deepspeed",
+            folder, step=step, consumed_samples=consumed_samples, client=first, source="deepspeed", model=model,
             optimizer=self._optimizer(),
         )  # fmt: skip
 

@@ -25,9 +25,9 @@ _NAMES = {
     r"decoder\.layers\.(\d+)\.self_attention\.linear_qkv\.([qkv])\.weight":
         r"model.layers.\1.self_attn.\2_proj.weight",
     r"decoder\.layers\.(\d+)\.self_attention\.linear_qkv\.([qkv])\.bias": r"model.layers.\1.self_attn.\2_proj.bias",
-    r"decoder\.layers\.(\d+)\.self_attention\.linear_proj\.weight": r"model.layers.\1.self_attn.o_proj.weight",
-    r"decoder\.layers\.(\d+)\.mlp\.linear_fc1\.(gate|up)\.weight": r"model.layers.\1.mlp.\2_proj.weight",
-    r"decoder\.layers\.(\d+)\.mlp\.linear_fc2\.weight": r"model.layers.\1.mlp.down_proj.weight",
+    r"decoder\.layers\.(\d+)\.self_attention\.linear_proj\.(weight|bias)": r"model.layers.\1.self_attn.o_proj.\2",
+    r"decoder\.layers\.(\d+)\.mlp\.linear_fc1\.(gate|up)\.(weight|bias)": r"model.layers.\1.mlp.\2_proj.\3",
+    r"decoder\.layers\.(\d+)\.mlp\.linear_fc2\.(weight|bias)": r"model.layers.\1.mlp.down_proj.\2",
     r"decoder\.layers\.(\d+)\.(?:self_attention\.linear_qkv\.layer_norm_weight|input_layernorm\.weight)":
         r"model.layers.\1.input_layernorm.weight",
     r"decoder\.layers\.(\d+)\.(?:mlp\.linear_fc1\.layer_norm_weight|pre_mlp_layernorm\.weight)":
@@ -35,6 +35,16 @@ _NAMES = {
 }  # fmt: skip
 ASKED = {"rotary_base": "--rope-theta", "layernorm_epsilon": "--norm-eps", "max_sequence_length": "--max-positions"}
 """what weights do not tell, and how it is asked for"""
+FAMILY = {
+    "normalization": "RMSNorm", "activation_func": "silu", "position_embedding_type": "rope", "rotary_percent": 1.0,
+    "rotary_interleaved": False, "rotary_scaling": False, "layernorm_zero_centered_gamma": False,
+}  # fmt: skip
+"""what models of the family have, and weights do not tell"""
+RARE = {
+    "glu_linear_offset": 0.0, "activation_func_clamp_value": None, "softmax_scale": None,
+    "attention_output_gate": False,
+}  # fmt: skip
+"""what they have as well, and need not be asked for: no release without these fields has anything else"""
 
 
 def export_llama(
@@ -108,10 +118,18 @@ def _config(checkpoint: Checkpoint, model: Mapping[str, Any], vocab_size: int | 
     for name, option in ASKED.items():
         if not isinstance(model.get(name), int | float):
             raise BadCheckpoint(f"{checkpoint.folder} does not say what {name} is; pass {option}")
-    if model.get("rotary_percent", 1.0) != 1.0:
-        raise BadCheckpoint(f"{checkpoint.folder} turns only part of each head by position; Llama models turn all")
-    if model.get("normalization", "RMSNorm") != "RMSNorm":
-        raise BadCheckpoint(f"{checkpoint.folder} has {model['normalization']}, and the Llama family has RMSNorm")
+    for name, wanted in FAMILY.items():
+        if name not in model:
+            raise BadCheckpoint(
+                f"{checkpoint.folder} does not say what {name} is; write it into the JSON of --model-config, models "
+                f"of the Llama family have {json.dumps(wanted)}"
+            )
+    for name, wanted in {**FAMILY, **RARE}.items():
+        if model.get(name, wanted) != wanted:
+            raise BadCheckpoint(
+                f"{checkpoint.folder} has {name} {model[name]!r}, and models of the Llama family have {wanted!r}; it "
+                "cannot be exported as one"
+            )
     (_, queries), (_, head_dim), _ = spec.parts
     embedding = entries["weight/embedding.word_embeddings.weight"]
     gate = entries.get("weight/decoder.layers.0.mlp.linear_fc1.gate.weight")
@@ -126,9 +144,21 @@ def _config(checkpoint: Checkpoint, model: Mapping[str, Any], vocab_size: int | 
         "rope_theta": float(model["rotary_base"]),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(model["rotary_base"])},
         "tie_word_embeddings": "weight/output_layer.weight" not in entries,
-        "attention_bias": "weight/decoder.layers.0.self_attention.linear_qkv.q.bias" in entries, "mlp_bias": False,
+        "attention_bias": _has_biases(checkpoint, "self_attention.linear_qkv.q", "self_attention.linear_proj"),
+        "mlp_bias": _has_biases(checkpoint, "mlp.linear_fc1.gate", "mlp.linear_fc2"),
         "dtype": embedding.dtype, "torch_dtype": embedding.dtype, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
+
+
+def _has_biases(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    """Tell whether two linear layers of a block have biases. Raises ``BadCheckpoint`` where only one has."""
+    one, other = (f"weight/decoder.layers.0.{name}.bias" in checkpoint.index.by_key for name in (first, second))
+    if one != other:
+        raise BadCheckpoint(
+            f"{checkpoint.folder} has a bias in {first if one else second} and none in {second if one else first}; "
+            "models of the Llama family have both or neither"
+        )
+    return one
 
 
 def _layers(checkpoint: Checkpoint) -> int:

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from resharding.boxes import DTYPE_SIZES_BYTES, Shape, overlap
 from resharding.checkpoint.bits import bits_of_tensor
 from resharding.checkpoint.buckets import Buffer, Found, Misfit, buckets_in, locate
+from resharding.checkpoint.config import said_of
 from resharding.checkpoint.convert import mark_of, stripped_part
 from resharding.checkpoint.format import BadCheckpoint, Meta
 from resharding.checkpoint.fused import Fused, experts, gate_up, query_key_value
@@ -96,7 +97,8 @@ class MegatronSource:
         groups = [
             load_torch(io.BytesIO(_bytes(place)), key) for key, place in objects.items() if _GROUPS.fullmatch(key)
         ]
-        self.meta = _meta(common, groups or common.get("optimizer", {}), folder, step, consumed_samples)
+        meta = _meta(common, groups or common.get("optimizer", {}), folder, step, consumed_samples)
+        self.meta = replace(meta, origin={**meta.origin, "model": said_of(arguments)})
         self.fused = fused_by_config(self.tensors, arguments)
         self.suspects: list[str] = []
         """parameters whose main values are not what the weights were cut from; found while converting"""

@@ -14,6 +14,7 @@ import torch
 
 from resharding import megatron
 from resharding.checkpoint.buckets import Buffer, Parameter, Stretch
+from resharding.checkpoint.config import CONFIG_FIELDS, MODULE_FIELDS
 from resharding.checkpoint.fused import Fused, experts, gate_up, query_key_value
 
 
@@ -48,13 +49,6 @@ def fused_in(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Fused]:
     return found
 
 
-CONFIG_FIELDS = (
-    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
-    "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "num_moe_experts",
-)  # fmt: skip
-MODULE_FIELDS = ("max_sequence_length", "rotary_base", "rotary_percent", "vocab_size", "position_embedding_type")
-
-
 def described(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Return what a model's configuration says that its tensors do not, as JSON: for tools that read checkpoints."""
     found: dict[str, Any] = {}
@@ -63,8 +57,15 @@ def described(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
         for holder, names in ((getattr(module, "config", None), CONFIG_FIELDS), (module, MODULE_FIELDS)):
             for name in names:
                 value = getattr(holder, name, None)
-                if isinstance(value, bool | int | float | str):
+                value = getattr(value, "__name__", value)  # of a function
+                if isinstance(value, bool | int | float | str | list):
                     found[name] = value
+        stretched = getattr(getattr(module, "rotary_pos_emb", None), "seq_len_interpolation_factor", None)
+        if stretched is not None:
+            found["rotary_scaling"] = True
+        kinds = {type(each).__module__ for each in module.modules()}
+        is_fused = any("extensions.transformer_engine" in kind for kind in kinds)
+        found["transformer_impl"] = "transformer_engine" if is_fused else "local"
     return found
 
 

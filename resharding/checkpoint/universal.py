@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from resharding.checkpoint.bits import bits_of_tensor
+from resharding.checkpoint.config import said_of
 from resharding.checkpoint.convert import mark_of
 from resharding.checkpoint.format import BadCheckpoint, Meta
 from resharding.checkpoint.fused import Fused
@@ -76,7 +77,8 @@ class UniversalSource:
         self.nbytes = sum(path.stat().st_size for path in self._files.values())
         self.fused: Mapping[str, Fused] = fused_by_config(tensors, model)
         self.meta = meta_of(
-            folder, step=step, consumed_samples=consumed_samples, client=client, source="deepspeed universal",
+            folder, step=step, consumed_samples=consumed_samples, client=client, model=model,
+            source="deepspeed universal",
             optimizer={} if weights_only else _optimizer(folder, client),
         )  # fmt: skip
 
@@ -118,9 +120,12 @@ def _optimizer(folder: Path, client: Mapping[str, Any]) -> dict[str, Any]:
     named = {number: list(shapes) for number, shapes in enumerate(client.get("param_shapes") or ())}
     files = {path.parent.name: path for path in (folder / "zero").glob(f"*/{_STEP}.pt")}
     steps = {name: plain(load_torch(path, str(path))) for name, path in files.items()}
+    inner = said.get("optimizer_state_dict")  # ZeRO stage 3: its first rank's own state, where steps are
+    states = inner.get("state", {}).values() if isinstance(inner, Mapping) else ()
+    others = {plain(state["step"]) for state in states if "step" in state}
 
     def step_of(number: int) -> Any:
-        found = {steps[name] for name in named.get(number, steps) if name in steps}
+        found = {steps[name] for name in named.get(number, steps) if name in steps} or others
         if len(found) > 1:
             raise BadCheckpoint(
                 f"parameters of group {number} of {folder} are at different steps, {sorted(found)}; pass "
@@ -172,6 +177,7 @@ def meta_of(
     consumed_samples: int | None,
     client: Mapping[str, Any],
     optimizer: Mapping[str, Any],
+    model: Mapping[str, Any],
     source: str,
 ) -> Meta:
     """Return what a DeepSpeed checkpoint says of itself. Raises ``BadCheckpoint`` for what has to be told."""
@@ -187,5 +193,5 @@ def meta_of(
     return Meta(
         step=step, consumed_samples=consumed_samples,
         optimizer={"groups": {}, "grad_scaler": {}, "settings": {}, **optimizer},
-        origin={"source": source, "folder": str(folder)},
+        origin={"source": source, "folder": str(folder), "model": said_of(model)},
     )  # fmt: skip

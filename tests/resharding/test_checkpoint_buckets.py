@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,11 +18,14 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from test_checkpoint_megatron import stack, state_of, wrong
 
+from launcher.checkpoint import _model_of
 from liverun.buffers import buffers_of
+from liverun.layout import Layout
 from resharding.checkpoint.buckets import Parameter, Stretch, in_transformer_engines_order
 from resharding.checkpoint.convert import convert
 from resharding.checkpoint.format import BadCheckpoint
 from resharding.checkpoint.megatron_dist import MegatronSource
+from resharding.checkpoint.model import described
 from resharding.checkpoint.opened import Checkpoint
 
 BF16 = torch.bfloat16
@@ -131,6 +136,28 @@ def test_a_configuration_that_is_not_the_models_is_refused_and_what_is_missing_a
         assert {entry.kind for entry in checkpoint.index.entries} == {"weight"}
     with pytest.raises(BadCheckpoint, match="dp_reshardable, which does not name the parameters of its optimizer"):
         MegatronSource(path)
+
+
+def test_a_checkpoint_of_ours_says_the_configuration(dense: Path, tmp_path: Path) -> None:
+    """In place of Megatron's arguments, which this folder does not have."""
+    model, split, other = WORLDS["dense, many buckets"]
+    theirs = shutil.copytree(dense, tmp_path / dense.name)
+    common = torch.load(theirs / "common.pt", weights_only=False)
+    del common["args"]
+    torch.save(common, theirs / "common.pt")
+    ranks = ckpt.world(model, split)
+    ours = ckpt.save(tmp_path / "job", ranks)
+    with Checkpoint.open(ours) as checkpoint:
+        index = checkpoint.index
+    origin = {"model": described(ranks[0].chunks), "layout": Layout(tp=2).as_dict()}
+    (ours / "index.json").write_bytes(replace(index, meta=replace(index.meta, origin=origin)).encode())
+    source = MegatronSource(theirs, model=_model_of(ours.parent), buffers_of=buffers_of)
+    path = convert(source, tmp_path / "ours").path
+    ranks = ckpt.world(model, other, empty=True)
+    for rank in ranks:
+        bed.poison(rank.holding)
+    ckpt.load(path, ranks)
+    assert [line for rank in ranks for line in wrong(rank.holding)] == []
 
 
 def test_with_transformer_engine_norms_stand_before_their_matrix_and_first_matrices_before_second_ones() -> None:
