@@ -2,6 +2,7 @@
 
     python benchmarks/store.py                        # ours, 10 to 1,000 agents
     python benchmarks/store.py --beside etcd,tcpstore # and the others, for the operations they share
+    python benchmarks/store.py --strangers            # one client alone, and beside 500 strangers and garbage
     python benchmarks/store.py --json
 
 The store has one core to itself. The agents are real clients on real sockets, all in one process on another core;
@@ -31,11 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from common import conditions
 
 from launcher.store import Store
 from launcher.store.auth import read_token_file
 from launcher.store.client import RemoteStore
 from launcher.store.etcd import EtcdStore
+from launcher.store.limits import HISTORY_KEPT
 from launcher.store.link import Place
 
 HOST = "127.0.0.1"
@@ -87,44 +90,85 @@ def line_of(started: subprocess.Popen[str]) -> str:
 # --- one client while strangers crowd the door ----------------------------------------------------------------
 
 CROWD = """
-import asyncio, sys
-async def main(port):
+import asyncio, contextlib, random, struct, sys
+UPGRADE = (b"GET /v1/session HTTP/1.1\\r\\nHost: x\\r\\nUpgrade: websocket\\r\\nConnection: Upgrade\\r\\n"
+           b"Sec-WebSocket-Version: 13\\r\\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\\r\\n\\r\\n")
+dice = random.Random(1)
+GARBAGE = [
+    dice.randbytes(3000), b"GET / HTTP/9.9\\r\\n\\r\\n", b"GET /" + b"a" * 20_000 + b" HTTP/1.1\\r\\n\\r\\n",
+    b"GET / HTTP/1.1\\r\\n" + b"X: y\\r\\n" * 3000 + b"\\r\\n",
+    b"POST /v1/session HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: 99999999999\\r\\n\\r\\n" + b"x" * 5000,
+    bytes.fromhex("16030100f1010000ed0303") + dice.randbytes(200),  # a TLS hello
+    UPGRADE + bytes([0x82, 0xFF]) + struct.pack(">Q", 2**31) + bytes(4) + b"x" * 100,
+    UPGRADE + bytes([0x82, 0x80 | 20]) + bytes(4) + b"x" * 20,
+]
+async def storm(port):
+    while True:
+        for data in GARBAGE:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(data)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        while await reader.read(65536):
+                            pass
+                writer.transport.abort()
+            await asyncio.sleep(0.01)
+async def main(port, throws):
     writers = []
     for number in range(500):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         if number % 3:
             writer.write(b"GET /v1/session HTTP/1.1\\r\\nHost: ")
         writers.append(writer)
+    thrower = asyncio.create_task(storm(port)) if throws else None
     print("there", flush=True)
     for _ in range(90):
         for writer in writers:
             if not writer.is_closing():
                 writer.write(b"x")
             await asyncio.sleep(0.05 / 500)
-asyncio.run(main(int(sys.argv[1])))
+asyncio.run(main(int(sys.argv[1]), sys.argv[2] == "garbage"))
 """
 
 
 async def strangers(cores: tuple[int, int]) -> dict[str, Any]:
-    """One client alone, then beside 500 connections that say nothing or a byte at a time, from another process."""
+    """One client alone; then beside 500 connections from another process that say nothing or a byte at a time; then
+    beside those and others that throw garbage."""
+    found: dict[str, Any] = {"conditions": conditions()}
     with (
         tempfile.TemporaryDirectory() as name,
         process([sys.executable, "-c", PROGRAM, name, "process-safe"], cores[0]) as server,
     ):
         place = Place(HOST, json.loads(line_of(server))["port"])
         token = read_token_file(Path(name) / "token", uid=os.geteuid())
+
+        def memory_mib() -> float:
+            return psutil.Process(server.pid).memory_info().rss / 2**20
+
         async with RemoteStore(
             [place], token, job="bench", node="n", role="agent", random=secrets.token_bytes
         ) as store:
             mine = [0]
-            await compare_and_set(store, mine, 0)
-            before_mib = psutil.Process(server.pid).memory_info().rss / 2**20
-            quiet = [await compare_and_set(store, mine, 0) for _ in range(2000)]
-            with process(["nice", "-n", "19", sys.executable, "-c", CROWD, str(place.port)], cores[1]) as crowd:
-                await asyncio.to_thread(line_of, crowd)
-                crowded = [await compare_and_set(store, mine, 0) for _ in range(2000)]
-            grown_mib = psutil.Process(server.pid).memory_info().rss / 2**20 - before_mib
-    return {"alone": spread(quiet), "in_the_crowd": spread(crowded), "grown_mib": round(grown_mib, 1)}
+            for what in ("quiet", "garbage"):  # once, to have everything loaded
+                with process([sys.executable, "-c", CROWD, str(place.port), what], cores[1]) as crowd:
+                    await asyncio.to_thread(line_of, crowd)
+                    await asyncio.sleep(0.5)
+            for _ in range(HISTORY_KEPT + 500):  # from here on a write displaces another from what is kept
+                await compare_and_set(store, mine, 0)
+            before_mib = memory_mib()
+            found["alone"] = spread([await compare_and_set(store, mine, 0) for _ in range(2000)])
+            for case, what in (("in_the_crowd", "quiet"), ("in_the_storm", "garbage")):
+                command = ["nice", "-n", "19", sys.executable, "-c", CROWD, str(place.port), what]
+                with process(command, cores[1]) as crowd:
+                    await asyncio.to_thread(line_of, crowd)
+                    taken = [await compare_and_set(store, mine, 0) for _ in range(2000)]
+                    grown_mib = memory_mib() - before_mib
+                for _ in range(2000):
+                    await compare_and_set(store, mine, 0)
+                left_mib = memory_mib() - before_mib
+                found[case] = {**spread(taken), "grown_mib": round(grown_mib, 1), "left_mib": round(left_mib, 1)}
+    return found
 
 
 # --- ours and etcd, through the store contract ---------------------------------------------------------------
@@ -359,6 +403,7 @@ def main() -> None:
         print(json.dumps(asyncio.run(strangers(cores))))
         return
     kind = "power-safe" if options.power_safe else "process-safe"
+    stated = conditions()
     found: dict[str, Any] = {f"liverun store, {kind}": asyncio.run(ours(sizes, cores, kind))}
     beside = options.beside.split(",")
     if "etcd" in beside:
@@ -366,8 +411,9 @@ def main() -> None:
     if "tcpstore" in beside:
         found["torch TCPStore"] = tcpstore(sizes, cores)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps({"conditions": stated, **found}))
         return
+    print(", ".join(f"{name} {value}" for name, value in stated.items()))
     for name, rows in found.items():
         show(name, rows)
 
