@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import signal
 import sys
@@ -51,6 +52,19 @@ class Job:
         return {node["id"]: node["state"] for node in self.status(host)["nodes"]}
 
 
+def listening(agent: Agent) -> list[tuple[str, int]]:
+    """Every address that anything in an agent's network listens at, and the port."""
+    found = []
+    for table, size in (("tcp", 4), ("tcp6", 16)):
+        for line in Path(f"/proc/{agent.process.pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A":
+                address, port = local.split(":")
+                words = [bytes.fromhex(address)[start : start + 4][::-1] for start in range(0, size, 4)]
+                found.append((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
+    return found
+
+
 def commits(*agents: Agent) -> list[tuple[int, int]]:
     """Every generation that became active, and the size of its world, as any of the agents knows it."""
     found = set()
@@ -71,6 +85,10 @@ def test_nodes_come_and_go_over_real_links_with_the_addresses_they_were_given(be
     second, third = job.start(three[1]), job.start(three[2])
     until("three nodes", lambda: list(job.nodes(three[0]).values()) == ["active"] * 3)
     assert {node["host"] for node in job.status(three[0])["nodes"]} == {host.address for host in three}
+    for agent, host in zip((first, second, third), three, strict=True):
+        places = listening(agent)  # on the first: store, hub and c10d store; on the others: who asks if the store is lost
+        assert len(places) >= (3 if host is three[0] else 1)
+        assert {address for address, _ in places} == {host.address}, f"{places}: others than the address it was given"
     done = bed.cli("drain", three[1].address, "--run-dir", str(bed.root / three[2].name))
     assert done.returncode == 0, done.stderr
     assert second.wait() == 0
