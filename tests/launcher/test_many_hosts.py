@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import ipaddress
 import json
 import signal
+import socket
+import struct
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launcher_bed import FAKE_WORKER, QUICK, Agent, Bed, until
+from test_many_nodes import certificate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hosts import Host, hosts, why_not
 
+CLONE_NEWNET, ETH_P_IP, SO_RCVBUFFORCE = 0x40000000, 0x0800, 33
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
@@ -52,13 +59,15 @@ class Job:
         return {node["id"]: node["state"] for node in self.status(host)["nodes"]}
 
 
-def listening(agent: Agent) -> list[tuple[str, int]]:
-    """Every address that anything in an agent's network listens at, and the port."""
+def listening(agent: Agent, *, own: bool = False) -> list[tuple[str, int]]:
+    """Every address that anything in an agent's network (or its ``own`` process) listens at, and the port."""
     found = []
+    process = Path(f"/proc/{agent.process.pid}")
+    mine = {str(descriptor.readlink()) for descriptor in (process / "fd").iterdir()}
     for table, size in (("tcp", 4), ("tcp6", 16)):
-        for line in Path(f"/proc/{agent.process.pid}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            if state == "0A":
+        for line in (process / "net" / table).read_text().splitlines()[1:]:
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+            if state == "0A" and (not own or f"socket:[{inode}]" in mine):
                 address, port = local.split(":")
                 words = [bytes.fromhex(address)[start : start + 4][::-1] for start in range(0, size, 4)]
                 found.append((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
@@ -146,12 +155,45 @@ def test_a_node_that_is_cut_off_never_acts_and_comes_anew(bed: Bed, three: list[
     assert [second.wait(), third.wait()] == [0, 0]
 
 
-def test_two_jobs_on_the_same_hosts_never_meet(bed: Bed, three: list[Host]) -> None:
+def listen(host: Host) -> socket.socket:
+    """Hear every packet that comes to a host, from now on; nothing has to be read until the end."""
+
+    def inside() -> socket.socket:
+        with Path(f"/run/netns/{host.name}").open() as network:
+            if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        ear = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_IP))
+        ear.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 64 * 1024 * 1024)
+        ear.bind(("veth0", ETH_P_IP))
+        ear.setblocking(False)
+        return ear
+
+    with ThreadPoolExecutor(1) as pool:  # a thread enters the network, and ends
+        return pool.submit(inside).result()
+
+
+def heard(ear: socket.socket) -> list[tuple[set[int], bytes]]:
+    """What was said over TCP: both ports of each packet, and what it carried."""
+    found = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            packet = ear.recv(65536)
+            start = (packet[0] & 15) * 4
+            if packet[9] == socket.IPPROTO_TCP:
+                ports = set(struct.unpack(">2H", packet[start : start + 4]))
+                found.append((ports, packet[start + (packet[start + 12] >> 4) * 4 :]))
+    return found
+
+
+def test_two_jobs_on_the_same_hosts_never_meet_and_with_tls_one_is_not_heard(bed: Bed, three: list[Host]) -> None:
     """Known complaint 21: two jobs share stale state; one job's end kills the other."""
+    files = certificate(bed.folder, *(host.address for host in three[:2]))
+    ear = listen(three[1])
     one, two = Job(bed, three, "1:2"), Job(bed, three, "1:2")
     for place, name in ((two, "near"), (one, "far")):
         place.words[place.words.index("far")] = name
     two.words[3] = f"{three[0].address}:29401"
+    one.words[one.words.index(QUICK)] += f",tls_ca={files['cert']},tls_cert={files['cert']},tls_key={files['key']}"
     agents = []
     for job in (one, two):
         for host in three[:2]:
@@ -171,12 +213,20 @@ def test_two_jobs_on_the_same_hosts_never_meet(bed: Bed, three: list[Host]) -> N
             return world is not None and world["size"] == 2
 
         until(f"{name} to have two nodes", two_ranks)
+    ports = [{port for agent in agents[start : start + 2] for _, port in listening(agent, own=True)} for start in (0, 2)]
     bed.cli("stop", "near", "--run-dir", str(bed.root / three[0].name))
     assert [agent.wait() for agent in agents[2:]] == [0, 0]
     assert [agent.process.poll() for agent in agents[:2]] == [None, None]
     bed.cli("stop", "far", "--run-dir", str(bed.root / three[1].name))
     assert [agent.wait() for agent in agents[:2]] == [0, 0]
     assert not (bed.folder / "end-far").exists()
+    packets = heard(ear)
+    ear.close()
+    far, near = (b"".join(data for ends, data in packets if ends & mine) for mine in ports)
+    for word in (b"HTTP/1.1", b'"protocol"', b'"nonce"', b'"seen"', b'"type":', b"revision"):
+        assert word in near
+        assert word not in far, "said in the clear with TLS"
+    assert len(far) > 5000
 
 
 def test_the_node_with_the_store_is_lost_and_the_others_bring_it_back(bed: Bed, three: list[Host]) -> None:

@@ -429,20 +429,21 @@ def test_nodes_meet_at_etcd(bed: Bed) -> None:
         etcd.wait()
 
 
-def certificate(folder: Path) -> dict[str, Path]:
+def certificate(folder: Path, *addresses: str) -> dict[str, Path]:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl command here to make a certificate with")
     files = {"cert": folder / "cert.pem", "key": folder / "key.pem"}
+    names = ",".join(f"IP:{address}" for address in addresses or ("127.0.0.1",))
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
          "-keyout", str(files["key"]), "-out", str(files["cert"]), "-subj", "/CN=nodes",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
+         "-addext", f"subjectAltName={names}"],
         check=True, capture_output=True,
     )  # fmt: skip
     return files
 
 
-def test_with_tls_nothing_between_nodes_is_in_the_clear_and_others_are_not_trusted(bed: Bed, tmp_path: Path) -> None:
+def test_with_tls_whoever_has_no_certificate_or_another_is_not_trusted(bed: Bed, tmp_path: Path) -> None:
     files = certificate(bed.folder)
     nodes = Nodes(bed, "1:2")
     plain = list(nodes.words)

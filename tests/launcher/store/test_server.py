@@ -253,32 +253,71 @@ def test_a_client_does_not_trust_a_server_without_the_token(tmp_path: Path) -> N
     play(scene)
 
 
+class Wire:
+    """Everything that passes a tap."""
+
+    def __init__(self) -> None:
+        self.passed = bytearray()
+        self.sent: list[bytearray] = []
+        """what each client sent"""
+
+    def plain(self) -> bytes:
+        """The same, and what clients sent without the masks that websockets put on it."""
+        return bytes(self.passed) + b"".join(map(unmasked, self.sent))
+
+
+def unmasked(sent: bytearray) -> bytes:
+    """What the frames of a client carry."""
+    at, found = sent.find(b"\r\n\r\n") + 4, b""
+    while at + 6 <= len(sent):
+        length, wide = sent[at + 1] & 127, {126: 2, 127: 8}.get(sent[at + 1] & 127, 0)
+        if wide:
+            length = int.from_bytes(sent[at + 2 : at + 2 + wide], "big")
+        at += 2 + wide
+        mask, data = sent[at : at + 4], sent[at + 4 : at + 4 + length]
+        found += bytes(byte ^ mask[number % 4] for number, byte in enumerate(data))
+        at += 4 + length
+    return found
+
+
+@asynccontextmanager
+async def tap(bed: ServedBed) -> AsyncIterator[tuple[Place, Wire]]:
+    """A place that leads to the store, and everything that passes there, both ways."""
+    heard = Wire()
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *into: bytearray) -> None:
+        while data := await reader.read(65536):
+            for one in into:
+                one.extend(data)
+            writer.write(data)
+        writer.close()
+
+    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent = bytearray()
+        heard.sent.append(sent)
+        to_server = await asyncio.open_connection(bed.place.host, bed.place.port)
+        await asyncio.gather(pipe(reader, to_server[1], heard.passed, sent), pipe(to_server[0], writer, heard.passed))
+
+    server = await asyncio.start_server(between, HOST, 0)
+    try:
+        yield Place(HOST, server.sockets[0].getsockname()[1]), heard
+    finally:
+        server.close()
+
+
 def test_neither_token_nor_proof_key_is_on_the_wire_or_in_a_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
 
     async def scene() -> None:
-        async with served(tmp_path) as bed:
-            passed = bytearray()
-
-            async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                while data := await reader.read(65536):
-                    passed.extend(data)
-                    writer.write(data)
-                writer.close()
-
-            async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                to_server = await asyncio.open_connection(bed.place.host, bed.place.port)
-                await asyncio.gather(pipe(reader, to_server[1]), pipe(to_server[0], writer))
-
-            tap = await asyncio.start_server(between, HOST, 0)
-            place = Place(HOST, tap.sockets[0].getsockname()[1])
+        async with served(tmp_path) as bed, tap(bed) as (place, heard):
             store = await bed.client(places=[place])
             await store.put("a", "something to say")
             await store.aclose()
             await refusal(bed, ForbiddenError, "refused", token=Token(b"\1" * 32), places=[place])
-            tap.close()
+            passed = heard.plain()
+            assert b"something to say" in passed  # the tap hears
             secret = bytes(range(32))
             for form in (secret, secret.hex().encode(), secret.hex().upper().encode(), secret[:8]):
                 assert form not in passed
@@ -291,8 +330,14 @@ def test_tls_hides_what_is_said_and_a_client_without_it_is_refused(
     tmp_path: Path, tls: Callable[[], dict[str, Any]]
 ) -> None:
     async def scene() -> None:
-        async with served(tmp_path, **tls()) as bed:
-            await (await bed.client()).put("a", "1")
+        async with served(tmp_path, **tls()) as bed, tap(bed) as (place, heard):
+            store = await bed.client(places=[place])
+            before = await store.put("a", "something to say")
+            assert (await anext(store.watch("", before - 1))).value == "something to say"
+            passed = heard.plain()
+            assert len(passed) > 1000
+            for word in (b"something to say", JOB.encode(), b"nonce", b"revision", b"HTTP/1.1", b"/v1/session"):
+                assert word not in passed
             bed._client_tls = None
             await refusal(bed, UnavailableError, "did not answer", timeout_s=0.3)
 
