@@ -14,6 +14,7 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
 ``hang_in_build`` a generation in whose build this worker stops for good, if it joins
 ``forget_scheduler`` builds of survivors return no scheduler
 ``scarce_memory`` the host has hardly any to spare
+``damage``        how the stream of each change is damaged, in turn; see ``damage.py``
 ``fail_stream``   a rank of the first world whose first stream fails before it has begun
 ``fail_release``  a rank whose first stream fails when it has given so many pieces of its old state back: [rank, pieces]
 ``late``          with ``--defer optimizer``: let the optimizer's state set out only when the first forward and backward of
@@ -40,6 +41,7 @@ import checkpoint  # noqa: E402
 import oracle  # noqa: E402
 import torch  # noqa: E402
 import train  # noqa: E402
+from damage import Damages  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 import liverun  # noqa: E402
@@ -264,6 +266,8 @@ def main():
                 training.scheduler = None
             return training
 
+        if "damage" in OPTIONS:
+            Damages(OUT, OPTIONS["damage"]).install()
         if OPTIONS.get("scarce_memory"):
             prepare.available_bytes = lambda: 1
         if {"fail_stream", "fail_release"} & OPTIONS.keys():
