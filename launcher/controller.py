@@ -84,6 +84,7 @@ from launcher.orders import (
     Leaving,
     OpenC10d,
     Order,
+    RanksShown,
     Reply,
     Report,
     ShowRanks,
@@ -130,8 +131,10 @@ class Controller:
         self._events = events
         self._say = say
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self.world_changed: Callable[[list[str]], None] = lambda _: None
+        self.world_changed: Callable[[int, list[str]], None] = lambda _, __: None
         """told, of each world that becomes active, what the agents of its nodes are called in the store's proofs"""
+        self.world_known: Callable[[int, str], None] = lambda _, __: None
+        """told which agent has heard of it"""
         self.on_hand_over: Callable[[HandOver], Coroutine[None, None, None]] | None = None
         self._answered: asyncio.Future[Report] | None = None
         self._records: dict[str, Mapping[str, Any]] = {}
@@ -178,7 +181,7 @@ class Controller:
         self._node_ids = itertools.count(node_ids)
         if self.state.world is not None:
             self._store_nodes[self.state.world.generation] = next(iter(self._nodes), "")
-            self._tell_of_world(self.state.ranked_nodes())
+            self._tell_of_world(self.state.world.generation, self.state.ranked_nodes())
 
     def handing(self, *, without: str, to: str, copy: str, term: int, secrets: Mapping[str, str]) -> TakeOver:
         """Write down everything that another controller needs."""
@@ -204,9 +207,11 @@ class Controller:
         except TimeoutError:
             return None
 
-    def left(self, action: HandOver) -> None:
+    def left(self, action: HandOver, *, confirmed: bool) -> None:
         """Say that the controller's node has left, to whoever asked for it."""
         reason = f"node {action.leaver} has left: {action.reason}; the controller is on node {action.node}"
+        if not confirmed:
+            reason += ", which has not confirmed it"
         self._record(Record(kind="node_left", generation=0, reason=reason, fields={"node": action.leaver}))
         if action.wish is not None:
             self._answer(Answer(wish=action.wish, ok=True, outcome="left", reason=reason))
@@ -256,6 +261,9 @@ class Controller:
             case DoorsOpen() | TookOver():
                 if self._answered is not None and not self._answered.done():
                     self._answered.set_result(report)
+            case RanksShown():
+                if node in self._records:
+                    self.world_known(report.generation, str(self._records[node]["agent"]))
             case Leaving():
                 self.tell(
                     NodeLeaving(node=node, reason=report.reason, timeout_s=report.timeout_s, save=report.save)
@@ -530,15 +538,18 @@ class Controller:
         nodes = {worker: self.state.workers[worker].node for worker in world.ranks if worker in self.state.workers}
         won = await self._ledger.activate(world, nodes)
         if won:
-            self._tell_of_world(nodes.values())
+            self._tell_of_world(world.generation, nodes.values())
             for node in self._nodes:
                 theirs = {worker: rank for rank, worker in enumerate(world.ranks) if nodes.get(worker) == node}
                 voters = {name: self._records[name] for name in set(nodes.values()) if name in self._records}
-                self.post(node, ShowRanks(ranks=theirs, size=len(world.ranks), nodes=voters))
+                self.post(
+                    node,
+                    ShowRanks(ranks=theirs, size=len(world.ranks), nodes=voters, generation=world.generation),
+                )
         self.tell(Committed(generation=world.generation, won=won))
 
-    def _tell_of_world(self, nodes: Iterable[str]) -> None:
-        self.world_changed([str(self._records[node]["agent"]) for node in sorted(set(nodes))])
+    def _tell_of_world(self, generation: int, nodes: Iterable[str]) -> None:
+        self.world_changed(generation, [str(self._records[node]["agent"]) for node in sorted(set(nodes))])
 
     def _record(self, action: Record) -> None:
         event = self._events.write(action.kind, action.generation, action.reason, action.fields)

@@ -58,11 +58,11 @@ async def doors(
             own.engine, entry.token, job=entry.name, random=secrets.token_bytes, beat_s=BEAT_S, ssl_context=context
         )
         gate = WriteGate(
-            own_name, server.heard, voters=(), horizon_s=meeting.lost_after_s, clock=own.engine.clock
+            own_name, server.heard, voters=entry.voters, horizon_s=meeting.lost_after_s, clock=own.engine.clock
         )
         own.engine.gate = gate
         keeping = asyncio.create_task(_look_for_another(controller, own, gate, entry, meeting, own_name))
-        controller.world_changed = gate.set_voters
+        controller.world_changed, controller.world_known = gate.set_voters, gate.knows
     if entry.taken is not None:
         hub.expect(entry.taken.remotes)
     await hub.start(entry.host, entry.door)
@@ -119,14 +119,15 @@ async def _hand_over(
     copy = engine.seal(str(Place(opened.host, opened.store_port)), term=term).dumps().decode()
     taken = controller.handing(without=action.leaver, to=action.node, copy=copy, term=term, secrets=hub.secrets)
     answer = await controller.ask_node(action.node, taken, HANDOVER_S)
-    if not isinstance(answer, TookOver) or answer.failure:
-        reason = answer.failure if isinstance(answer, TookOver) else f"no answer in {HANDOVER_S:g} s"
+    if isinstance(answer, TookOver) and answer.failure:
         engine.begin_term(term + 1)
         hub.thaw()
-        controller.tell(HandoverFailed(node=action.node, reason=reason))
+        controller.tell(HandoverFailed(node=action.node, reason=answer.failure))
         return
+    # Without an answer the successor may serve already: a store that went on here would be a second one. This agent
+    # is to leave in any case; if the successor is not there, the others bring the store back.
     await server.send_away()
-    controller.left(action)
+    controller.left(action, confirmed=answer is not None)
     for node in taken.remotes:
         controller.post(node, Follow(host=opened.host, port=opened.port, term=term))
     await hub.emptied(FOLLOW_S)

@@ -34,6 +34,8 @@ class Entry:
     """a store elsewhere"""
     restored: Engine | None = None
     """the store, brought back here from a copy"""
+    voters: tuple[str, ...] = ()
+    """what the agents of the last world are called in the store's proofs, if it was brought back from a copy"""
     taken: TakeOver | None = None
     """what the controller before this one has handed over, of a job that goes on"""
     door: socket.socket | None = None

@@ -7,7 +7,9 @@
 4. leader ``Follow``     -> every other node goes to the new controller, with what was not confirmed; then the
    leader's agent ends.
 
-No worker notices. If the successor does not take over, the leader begins a term of its own and goes on.
+No worker notices. If the successor says that it cannot take over, the leader begins a term of its own and goes on.
+If it says nothing it may have taken over: the leader writes no more, and goes as if it had been told so. Where the
+successor is not there after all, the others bring the store back (:mod:`launcher.succession`).
 """
 
 from __future__ import annotations

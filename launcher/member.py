@@ -73,7 +73,9 @@ class Member(Agent):
             await asyncio.gather(signals, return_exceptions=True)
         if isinstance(end, Promoted):
             if self._succession is not None:
-                await self._succession.retire(None)
+                assert end.entry.listener is not None
+                place = Place(*end.entry.listener.getsockname()[:2])
+                await self._succession.retire(StoreMoved(place, end.entry.term))
             return end
         if not isinstance(end, Finish):
             return await self._again(end)
@@ -100,7 +102,8 @@ class Member(Agent):
         assert entry.token is not None
         succession = Succession(
             entry.store, entry.token, job=entry.name, agent=self._agent_name, horizon_s=meeting.lost_after_s,
-            voters=lambda: self._node.voters, generation=lambda: self._node.generation, tls=meeting.tls,
+            voters=lambda: (self._node.voters_generation, self._node.voters),
+            generation=lambda: self._node.generation, tls=meeting.tls,
         )  # fmt: skip
         await succession.start(entry.host, door)
         return succession
@@ -255,8 +258,9 @@ class Member(Agent):
         engine.write({}, {CONTROLLER_KEY: value, "generation/next": str(number)})  # none is given twice
         await self._succession.announce(chosen, place)
         return dataclasses.replace(
-            entry, store=None, restored=engine, listener=listener, door=door, controller=None, term=chosen.term
-        )
+            entry, store=None, restored=engine, listener=listener, door=door, controller=None, term=chosen.term,
+            voters=chosen.voters,
+        )  # fmt: skip
 
     async def _last_word(self, reason: str) -> None:
         """Tell the controller that nothing is left here."""

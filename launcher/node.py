@@ -32,6 +32,7 @@ from launcher.orders import (
     KillWorker,
     OpenC10d,
     Order,
+    RanksShown,
     Reply,
     Report,
     ShowRanks,
@@ -95,6 +96,7 @@ class Node:
         self.torch_events: TorchEvents | None = None
         self.finish: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
         self.voters: Mapping[str, Any] = {}
+        self.voters_generation = 0
         """the nodes of the active world, as the controller has said"""
         self.generation = 0
         """the highest that a worker of this node was told of"""
@@ -309,7 +311,8 @@ class Node:
                 os.kill(store.pid, signal.SIGKILL)
 
     def _show_ranks(self, order: ShowRanks) -> None:
-        self.voters = order.nodes
+        self.voters, self.voters_generation = order.nodes, order.generation
+        self._report(RanksShown(generation=order.generation))
         for worker in list(self._shown):
             if worker not in order.ranks:
                 self._relay.leave(worker)

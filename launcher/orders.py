@@ -85,6 +85,15 @@ class ShowRanks(Order):
     """of the world"""
     nodes: Mapping[str, Any] = field(default_factory=dict)
     """of the world: ``{"host", "agent", "peers"}`` of each, who decide together if the controller is lost"""
+    generation: int = 0
+    """of the world; answered by RanksShown"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksShown(Report):
+    """The node knows the active world, and so who decides together."""
+
+    generation: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@ Every agent keeps a copy of the store (:mod:`launcher.store.mirror`) and answers
 
 ``{"op": "silence"}``                 -> ``{"silent_s"}``: for how long it has not answered the store;
                                          or ``{"moved": {"to", "term"}}`` once it knows where the store is now
-``{"op": "promise", "term"}``         -> ``{"ok": true, "generation"}``: it answers no store of an earlier term any
-                                         more (false: it has promised as much to another), and the highest generation
-                                         it knows of
+``{"op": "promise", "term", "world"}`` -> ``{"ok": true, "generation"}``: it answers no store of an earlier term any
+                                         more (false: it has promised as much to another, or knows of a later world
+                                         than the asker, by whose nodes it counts), and the highest generation it
+                                         knows of
 ``{"op": "moved", "to", "term"}``     -> ``{"ok": true}``: it goes there
 
 Who may take over is said in :mod:`launcher.store.quorum`: more than half of the nodes of the active generation, of
@@ -57,6 +58,8 @@ class Chosen:
     """the highest that any of those who promised has heard of"""
     others: tuple[Place, ...]
     """the peers that promised, to be told"""
+    voters: tuple[str, ...]
+    """the agents of the last world's nodes, this one and those that are lost included"""
 
 
 class Succession(Guard):
@@ -64,12 +67,12 @@ class Succession(Guard):
 
     def __init__(
         self, store: RemoteStore, token: Token, *, job: str, agent: str, horizon_s: float,
-        voters: Callable[[], Mapping[str, Any]], generation: Callable[[], int], tls: Tls | None = None,
+        voters: Callable[[], tuple[int, Mapping[str, Any]]], generation: Callable[[], int], tls: Tls | None = None,
     ) -> None:  # fmt: skip
         """``agent``: what this one is called in the store's proofs.
 
-        ``voters`` gives the nodes of the active world, each as ``{"host", "agent", "peers"}``, and ``generation`` the
-        highest that was heard of here: both may be ahead of the copy, which is half a second old.
+        ``voters`` gives the active world's generation and nodes, each as ``{"host", "agent", "peers"}``, and
+        ``generation`` the highest that was heard of here: both may be ahead of the copy, which is half a second old.
         """
         server = tls.server() if tls is not None else None
         super().__init__(token, job=job, random=secrets.token_bytes, ssl_context=server)
@@ -140,7 +143,11 @@ class Succession(Guard):
         if type(term) is not int:
             raise ValueError("a request without a term")
         if message.get("op") == "promise":
-            return {"ok": self._promise(term), "generation": self._generation()}
+            world = message.get("world")
+            if type(world) is not int:
+                raise ValueError("a promise asked for no world")
+            ok = world >= self._voters()[0] and self._promise(term)
+            return {"ok": ok, "generation": self._generation()}
         if message.get("op") == "moved":
             if term >= self._promised:
                 self.moved = Moved(Place.parse(str(message.get("to"))), term)
@@ -160,9 +167,10 @@ class Succession(Guard):
         """Ask the others once; what follows, or ``None``: wait, and look again."""
         if self.moved is not None:
             return self.moved
+        world, nodes = self._voters()
         voters = {
             name: (str(node["agent"]), Place(str(node["host"]), int(node["peers"])) if node["peers"] else None)
-            for name, node in self._voters().items()
+            for name, node in nodes.items()
         }
         if not voters:
             return None
@@ -179,23 +187,24 @@ class Succession(Guard):
             chosen, _ = successor(voters, silent, horizon_s=self._horizon_s)
             if chosen is None or [chosen] != mine:
                 return None
-            return await self._stand(http, voters, {name: others[name] for name in silent if name in others})
+            return await self._stand(http, world, voters, {name: others[name] for name in silent if name in others})
 
     async def _stand(
-        self, http: aiohttp.ClientSession, voters: dict[str, Any], others: dict[str, Place]
+        self, http: aiohttp.ClientSession, world: int, voters: dict[str, Any], others: dict[str, Place]
     ) -> Chosen | None:
-        """Collect promises for a new term."""
+        """Collect promises for a new term, by the nodes of a world."""
         term = max(self._store.term, self._promised) + 1
         if not self._promise(term):
             return None
-        request = {"op": "promise", "term": term}
+        request = {"op": "promise", "term": term, "world": world}
         answers = await asyncio.gather(*(self._ask(http, place, request) for place in others.values()))
         said = [(place, answer) for place, answer in zip(others.values(), answers, strict=True) if answer is not None]
         promised = [(place, int(answer["generation"])) for place, answer in said if answer["ok"]]
         if len(promised) + 1 < majority(len(voters)):
             return None
         generation = max([self._generation(), *(number for _, number in promised)])
-        return Chosen(term, generation, tuple(place for place, _ in promised))
+        agents = tuple(agent for agent, _ in voters.values())
+        return Chosen(term, generation, tuple(place for place, _ in promised), agents)
 
     async def announce(self, chosen: Chosen, place: Place) -> None:
         """Tell those that promised where the store is now; the others ask."""

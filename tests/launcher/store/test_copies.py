@@ -175,7 +175,11 @@ def test_a_store_that_sees_no_majority_says_so_and_reads_on(tmp_path: Path) -> N
             late.heard["stranger"] = late.heard["n9"] = bed.clock.now
             with pytest.raises(GateError, match="1 of 3"):
                 bed.engine.write({}, {"a": "3"})
-            gate.set_voters(["s"])
+            gate.set_voters(1, ["s"])
+            gate.knows(1, "n0")
+            with pytest.raises(GateError, match="1 of 3"):
+                bed.engine.write({}, {"a": "4"})  # s and n1 may still count by the former three
+            gate.knows(1, "s")
             bed.engine.write({}, {"a": "4"})
 
     play(scene)
@@ -206,6 +210,8 @@ def test_never_do_the_old_store_and_its_successor_both_have_a_majority(
 def test_the_lowest_of_a_majority_takes_over_and_a_minority_nobody() -> None:
     lost = {"n3": 10.6, "n1": 11.0, "n4": 30.0}
     assert successor(VOTERS, lost, horizon_s=10.0) == ("n1", "3 of 5 nodes have lost the store; n1 is the lowest of them")
+    many = [f"n{number}" for number in range(12)]
+    assert successor(many, dict.fromkeys(many[2:], 11.0), horizon_s=10.0)[0] == "n2"
     chosen, reason = successor(VOTERS, {**lost, "n1": 10.4}, horizon_s=10.0)
     assert (chosen, reason) == (None, "2 of 5 nodes have been without the store for 10.5 s; 3 are needed")
     assert successor(("n0", "n1"), {"n1": 99.0}, horizon_s=10.0)[0] is None

@@ -170,7 +170,7 @@ def test_a_world_whose_record_was_not_confirmed_does_not_look_like_anothers(tmp_
             assert one is not None
             await one.ledger.begin("job")
             written = asyncio.create_task(one.ledger.activate(world(1), {"w0": "n0"}))
-            while await one.store.get("job/active") is None:
+            while await one.store.get("job/active") is None:  # noqa: ASYNC110  (it stops right after the write)
                 await asyncio.sleep(0)
             written.cancel()  # its answer never comes
             await asyncio.gather(written, return_exceptions=True)
