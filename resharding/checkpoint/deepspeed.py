@@ -54,6 +54,27 @@ class _Range:
     """data parallel ranks that have a part of it, in order"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Frozen:
+    """A parameter that is not trained, in equal parts of all data parallel ranks; in memory only once it is read."""
+
+    fragments: Sequence[torch.Tensor]
+    shape: Shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its elements."""
+        return self.fragments[0].dtype
+
+    def numel(self) -> int:
+        """Return how many elements it has."""
+        return math.prod(self.shape)
+
+    def read(self) -> torch.Tensor:
+        """Put it together."""
+        return torch.cat([each.reshape(-1) for each in self.fragments])[: self.numel()].reshape(self.shape)
+
+
 class _Slice:
     """What one model parallel rank has: files of its data parallel ranks, and where parameters lie in them."""
 
@@ -64,6 +85,8 @@ class _Slice:
         self.model = model = models[0]
         self.module: dict[str, torch.Tensor] = dict(model.get("module") or {})
         """weights, by name, as far as they are known"""
+        self.frozen: dict[str, _Frozen] = {}
+        """of ZeRO stage 3: parameters that are not trained, which ``module`` has empty"""
         self.pipeline_stage = stage
         optimizers = [file["optimizer_state_dict"] for file in files]
         first = optimizers[0]
@@ -85,8 +108,8 @@ class _Slice:
         self.ranges = self._ranges(model["param_shapes"], first.get("param_alignment_paddings"), counts, where)
         if self.stage3:
             for name, shape in (model.get("frozen_param_shapes") or {}).items():
-                fragments = [each["frozen_param_fragments"][name].reshape(-1) for each in models]
-                self.module[name] = torch.cat(fragments)[: math.prod(shape)].reshape(tuple(shape))
+                fragments = [each["frozen_param_fragments"][name] for each in models]
+                self.frozen[name] = _Frozen(fragments=fragments, shape=tuple(shape))
 
     def _ranges(
         self, shapes: Sequence[Mapping[str, Shape]], paddings: Any, counts: Any, where: str
@@ -196,14 +219,15 @@ class DeepSpeedSource:
                 dtype = self._dtype if kind == "weight" else self._slices[0].flat[kind][0][0].dtype
                 yield Tensor(f"{kind}/{name}", str(dtype).removeprefix("torch."), shape, False)
         for name, value in self._untrained().items():
-            if isinstance(value, torch.Tensor) and value.numel():  # stage 3 leaves empty tensors where it has cut
+            # stage 3 leaves empty tensors where it has cut
+            if isinstance(value, torch.Tensor | _Frozen) and value.numel():
                 yield Tensor(f"weight/{name}", str(value.dtype).removeprefix("torch."), tuple(value.shape), False)
 
     def _untrained(self) -> dict[str, Any]:
         """Return buffers, and parameters that are not trained, as the first rank that has one has it."""
         found: dict[str, Any] = {}
         for each in reversed(self._slices):
-            found.update(each.module)
+            found.update(each.module | each.frozen)
         trained = set(itertools.chain.from_iterable(each.ranges for each in self._slices))
         return {name: value for name, value in found.items() if name not in trained}
 
@@ -221,7 +245,8 @@ class DeepSpeedSource:
         """Yield a tensor's numbers, one tensor parallel rank's after the other. Raises ``BadCheckpoint``."""
         kind, _, name = key.partition("/")
         if all(name not in each.ranges for each in self._slices):
-            yield _part(key, (), self._untrained()[name])
+            value = self._untrained()[name]
+            yield _part(key, (), value.read() if isinstance(value, _Frozen) else value)
             return
         shape, pattern, held = self._whole(name)
         if pattern.kind == "fragments" and len(held) > 1:

@@ -176,7 +176,13 @@ def _common(checkpoint: Checkpoint, *, expert_parallel: bool) -> dict[str, Any]:
     for name, fields in meta.optimizer["groups"].items():
         if name not in settings:
             raise BadCheckpoint(f"{checkpoint.folder} does not have the settings of parameter group {name}")
-        restored = {key: tuple(v) if isinstance(v, list) else v for key, v in settings[name].items()}
+        if "wd_mult" not in settings[name]:
+            raise BadCheckpoint(
+                f"{checkpoint.folder} has parameter group {name} of another framework; convert it with 'groups' in "
+                "--patterns, which says how Megatron knows it"
+            )
+        kept = {key: value for key, value in settings[name].items() if key != "parameters"}
+        restored = {key: tuple(v) if isinstance(v, list) else v for key, v in kept.items()}
         groups.append({**restored, **fields})
     state = {"param_state_sharding_type": "fully_reshardable"}
     if expert_parallel:

@@ -147,14 +147,15 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _LINE_BYTES) * _LINE_BYTES
 
 
-def live_parts(share: Share, holding: Holding) -> list[Part]:
-    """Return a rank's share as views of the state itself, where it lies on the CPU and in C order, else copies."""
-    parts = []
+def live_parts(share: Share, holding: Holding) -> Iterator[Part]:
+    """Yield a rank's share as views of the state itself, where it lies on the CPU and in C order, else as copies.
+
+    Whoever drops each part before the next has one copy at a time.
+    """
     for cut in share.cuts:
         piece = holding.pieces[cut.piece]
         data = bits_of_tensor(cut_of(piece.view(), cut).contiguous().cpu())
-        parts.append(Part(key=piece.box.key, offset=_global(piece.box, cut), data=data))
-    return parts
+        yield Part(key=piece.box.key, offset=_global(piece.box, cut), data=data)
 
 
 def _global(box: Box, cut: Cut) -> Shape:

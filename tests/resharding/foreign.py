@@ -46,6 +46,42 @@ def universal(folder: Path, state: Mapping[str, torch.Tensor], *, step: int, gro
     return folder
 
 
+def zero(root: Path, params: Mapping[str, torch.Tensor], *, frozen: Mapping[str, torch.Tensor] | None = None) -> Path:
+    """Write a folder with ``latest`` in which one step of ZeRO lies: stage 3 of two ranks with ``frozen``, or stage 1.
+
+    ``params`` are bf16; main values are the same, first moments twice as much.
+    """
+    folder = root / "global_step5"
+    folder.mkdir(parents=True)
+    (root / "latest").write_text("global_step5\n")
+    size = 2 if frozen else 1
+
+    def cut(value: torch.Tensor, rank: int) -> torch.Tensor:
+        length = -(-value.numel() // size)
+        return torch.nn.functional.pad(value.flatten(), (0, length * size - value.numel()))[rank * length :][:length].clone()
+
+    for rank in range(size):
+        main = torch.cat([cut(value.float(), rank) for value in params.values()])
+        state = {0: {"exp_avg": 2 * main, "step": torch.tensor(5.0)}}
+        inner = {"state": state, "param_groups": [{"lr": 0.25, "weight_decay": 0.1, "params": [0]}]}
+        model: dict[str, Any] = {
+            "module": dict(params), "param_shapes": [{name: value.shape for name, value in params.items()}],
+            "global_steps": 5, "global_samples": 40,
+        }  # fmt: skip
+        if frozen is None:
+            torch.save(model, folder / "mp_rank_00_model_states.pt")
+            optimizer = {"single_partition_of_fp32_groups": [main], "base_optimizer_state": inner, "partition_count": 1}
+        else:
+            model["module"] = {name: torch.empty(0, dtype=value.dtype) for name, value in (params | frozen).items()}
+            model["frozen_param_shapes"] = {name: value.shape for name, value in frozen.items()}
+            model["frozen_param_fragments"] = {name: cut(value, rank) for name, value in frozen.items()}
+            torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+            optimizer = {"fp32_flat_groups": [main], "optimizer_state_dict": inner}
+        file = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer}, file)
+    return root
+
+
 def as_llama(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return the tensors of a fp32 checkpoint of ours under the names that the rules of ``RENAME`` are for."""
     found = {}

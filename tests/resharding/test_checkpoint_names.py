@@ -14,8 +14,9 @@ from bed import Model, Split
 
 from resharding import megatron
 from resharding.checkpoint.convert import convert
-from resharding.checkpoint.folder import kind_of
+from resharding.checkpoint.folder import kind_of, newest_of_others
 from resharding.checkpoint.format import BadCheckpoint
+from resharding.checkpoint.megatron_write import read_tensor, write_megatron
 from resharding.checkpoint.opened import Checkpoint
 from resharding.checkpoint.sources import open_source
 
@@ -47,6 +48,9 @@ def test_a_model_of_deepspeeds_is_renamed_and_put_together_into_megatrons(tmp_pa
     assert [line for each in ranks for line in bed.wrong(each.holding)] == []
     with Checkpoint.open(converted) as checkpoint:
         meta = checkpoint.index.meta
+        theirs = write_megatron(checkpoint, tmp_path / "theirs")
+    (group, *_) = torch.load(theirs / "common.pt", weights_only=False)["optimizer"]["optimizer"]["param_groups"]
+    assert (group["lr"], group["step"], group["betas"], "parameters" in group) == (0.25, 7.0, (0.9, 0.95), False)
     wanted = {name: {"lr": row["lr"], "weight_decay": 0.1, "step": 7.0} for name, row in zip(groups, rows, strict=True)}
     assert meta.optimizer["groups"] == wanted
     assert [fields["betas"] for fields in meta.optimizer["settings"].values()] == [[0.9, 0.95]] * len(groups)
@@ -63,6 +67,11 @@ def test_groups_and_steps_of_a_universal_folder_are_read(tmp_path: Path) -> None
     assert source.meta.optimizer["groups"] == {"group 0": {"lr": 0.25, "weight_decay": 0.1, "step": 5.0}}
     torch.save(torch.tensor(6.0), path / "zero" / "layers.0.weight" / "step.pt")
     assert opened(path).meta.optimizer["groups"]["group 0"]["step"] == 6.0
+    with (
+        Checkpoint.open(convert(opened(path), tmp_path / "ours").path) as checkpoint,
+        pytest.raises(BadCheckpoint, match="has parameter group group 0 of another framework; convert it with 'groups'"),
+    ):
+        write_megatron(checkpoint, tmp_path / "theirs")
     (path / "zero" / "layers.0.weight" / "step.pt").unlink()
     with pytest.raises(BadCheckpoint, match="does not say how many steps group 0 has made; pass --weights-only"):
         opened(path)
@@ -103,3 +112,39 @@ def test_a_specification_that_does_not_fit_is_said(spec: dict[str, Any], words: 
     path = foreign.universal(tmp_path, {"weight/a": torch.zeros(4, 2), "weight/b": torch.zeros(3)}, step=5, groups=GROUPS)
     with pytest.raises(BadCheckpoint, match=words):
         opened(path, spec, model=MODEL)
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint.open(path) as checkpoint:
+        return {tensor.key: read_tensor(checkpoint, tensor) for tensor in checkpoint.index.whole}
+
+
+PARAMS = {"a.weight": torch.arange(6.0).view(2, 3).bfloat16(), "b.weight": torch.arange(5.0).bfloat16()}
+FROZEN = {"c.weight": torch.arange(7.0).bfloat16()}
+
+
+@pytest.mark.parametrize("frozen", [None, FROZEN], ids=["stage 1", "stage 3"])
+def test_the_folder_above_the_steps_is_taken_and_opening_it_puts_nothing_together(
+    frozen: dict[str, torch.Tensor] | None, tmp_path: Path
+) -> None:
+    root = foreign.zero(tmp_path / "deepspeed", PARAMS, frozen=frozen)
+    assert kind_of(root) == kind_of(root / "global_step5") == "deepspeed"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", lambda *_args, **_options: pytest.fail("a tensor was put together"))
+        source = opened(root)
+    found = read(convert(source, tmp_path / "ours").path)
+    wanted = {f"weight/{name}": value for name, value in (PARAMS | (frozen or {})).items()}
+    wanted |= {f"main/{name}": value.float() for name, value in PARAMS.items()}
+    wanted |= {f"exp_avg/{name}": 2 * value.float() for name, value in PARAMS.items()}
+    assert found.keys() == wanted.keys()
+    assert [key for key, value in wanted.items() if not torch.equal(found[key], value)] == []
+    assert source.meta.optimizer["groups"] == {"group 0": {"lr": 0.25, "weight_decay": 0.1, "step": 5.0}}
+
+
+def test_megatrons_folder_above_the_steps_is_known_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000007").mkdir()
+    (tmp_path / "iter_0000007" / "metadata.json").touch()
+    assert kind_of(tmp_path) is None
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert kind_of(tmp_path) == "megatron"
+    assert newest_of_others(tmp_path) == tmp_path / "iter_0000007"

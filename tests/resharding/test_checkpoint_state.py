@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import functools
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 from bed import Model, Rank, Split
 
 from resharding.assign import Unplannable
+from resharding.boxes import Box, Holding, Piece
+from resharding.checkpoint.bits import bits_of_tensor
 from resharding.checkpoint.format import BadCheckpoint
 from resharding.checkpoint.opened import Checkpoint
 from resharding.checkpoint.writer import tensors_in
@@ -180,3 +183,29 @@ def test_a_number_that_changed_on_its_way_is_noticed_whoever_answers_for_it(tmp_
             ckpt.check(checkpoint, ranks)
         piece.view()[at] = kept
         ckpt.check(checkpoint, ranks)
+
+
+def test_what_was_loaded_is_summed_up_with_one_copy_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that does not lie on the CPU in C order has to be copied to be looked at."""
+    tensors = [torch.arange(12.0).view(3, 4).t() for _ in range(9)]
+    holding = Holding.of(
+        Piece(Box(f"weight/{i}", "float32", (4, 3), (0, 0), (4, 3)), lambda tensor=tensor: tensor)
+        for i, tensor in enumerate(tensors)
+    )
+    rank = Rank([], None, holding, {})
+    vars(rank).update(fused={})
+    copies: list[weakref.ref] = []
+    most = 0
+
+    def counting(tensor: torch.Tensor):
+        nonlocal most
+        bits = bits_of_tensor(tensor)
+        copies.append(weakref.ref(bits))
+        most = max(most, sum(each() is not None for each in copies))
+        return bits
+
+    with Checkpoint.open(ckpt.save(tmp_path, [rank])) as checkpoint:
+        monkeypatch.setattr("resharding.checkpoint.writer.bits_of_tensor", counting)
+        ckpt.check(checkpoint, [rank])
+    assert len(copies) == 9
+    assert most <= 2
