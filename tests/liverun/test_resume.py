@@ -156,7 +156,7 @@ def told_by_ranks(folder: Path) -> list[dict[str, Any]]:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=90) for rank in ranks]
+        outputs = [rank.communicate(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -167,7 +167,7 @@ def told_by_ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_every_rank_takes_the_checkpoint_before_one_that_a_rank_cannot_load(tmp_path: Path) -> None:
     """And what no checkpoint can be taken from ends every rank with a sentence."""
     told = told_by_ranks(tmp_path)
