@@ -192,7 +192,7 @@ def run(  # noqa: PLR0917  (typer reads options from the signature)
         str, torch_option("--rdzv-backend", "liverun (also as static or c10d): a store of our own; or etcd")
     ] = "static",
     rdzv_endpoint: Annotated[
-        str, torch_option("--rdzv-endpoint", "HOST:PORT where the nodes meet; the same on each of them")
+        str, torch_option("--rdzv-endpoint", "HOST:PORT where the nodes meet, the same on each; of etcd, a list")
     ] = "",
     rdzv_id: Annotated[
         str, torch_option("--rdzv-id", "shown to workers as TORCHELASTIC_RUN_ID; the job's id if left out")

@@ -81,8 +81,9 @@ async def enter_elsewhere(options: RunOptions, meeting: Meeting, name: str, toke
     store: RemoteStore | EtcdStore
     if meeting.backend == "etcd":
         store = EtcdStore(
-            [place], job=re.sub("[^A-Za-z0-9._-]", "_", name), login=_login(options.environ), ssl_context=context
-        )
+            [place, *(Place(*member) for member in meeting.more)], job=re.sub("[^A-Za-z0-9._-]", "_", name),
+            login=_login(options.environ), ssl_context=context,
+        )  # fmt: skip
     else:
         store = RemoteStore(
             [place], token, job=name, node=f"{host}:{os.getpid()}", role="agent", random=secrets.token_bytes,

@@ -39,6 +39,8 @@ class Meeting:
     host: str
     """of the rendezvous store: as it was given, the same on every node"""
     port: int
+    more: tuple[tuple[str, int], ...] = ()
+    """further members of an etcd cluster: host and port"""
     backend: str = "liverun"
     """``liverun``: embedded in the agent that can listen there, or a ``liverun store`` there; or ``etcd``"""
     hosts: bool | None = None

@@ -261,8 +261,11 @@ def _meeting(words: RunWords, min_nodes: int, max_nodes: int, warnings: list[str
     refuse_if(
         words.rdzv_backend not in BACKENDS, f"--rdzv-backend {words.rdzv_backend!r} is none of {', '.join(BACKENDS)}"
     )
+    in_etcd = words.rdzv_backend.startswith("etcd")
+    more: list[tuple[str, int | None]] = []
     if words.rdzv_endpoint:
-        host, port = parse_endpoint(words.rdzv_endpoint)
+        members = words.rdzv_endpoint.split(",") if in_etcd else [words.rdzv_endpoint]
+        (host, port), *more = map(parse_endpoint, members)
     elif words.master_addr:
         host, port = words.master_addr, words.master_port
     else:
@@ -271,7 +274,8 @@ def _meeting(words: RunWords, min_nodes: int, max_nodes: int, warnings: list[str
             " HOST is the address of one of them, or of a 'liverun store'"
         )
     where = words.rdzv_endpoint or words.master_addr
-    refuse_if(port == 0, f"--rdzv-endpoint {where!r}: give a port that every node can know; 0 is anyone's guess")
+    unknown = 0 in (port, *(number for _, number in more))
+    refuse_if(unknown, f"--rdzv-endpoint {where!r}: give a port that every node can know; 0 is anyone's guess")
     static = words.rdzv_backend == "static"
     refuse_if(
         words.node_rank is not None and not 0 <= words.node_rank < max_nodes,
@@ -279,7 +283,8 @@ def _meeting(words: RunWords, min_nodes: int, max_nodes: int, warnings: list[str
     )
     return Meeting(
         min_nodes=min_nodes, max_nodes=max_nodes, host=host, port=port or DEFAULT_PORT,
-        backend="etcd" if words.rdzv_backend.startswith("etcd") else "liverun",
+        more=tuple((other, number or DEFAULT_PORT) for other, number in more),
+        backend="etcd" if in_etcd else "liverun",
         hosts=_yes_or_no(conf.pop("is_host"), "is_host") if "is_host" in conf else None,
         pin=words.node_rank if words.node_rank is not None else 0 if static and words.master_addr else None,
         address=words.local_addr,

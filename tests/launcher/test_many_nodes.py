@@ -406,27 +406,21 @@ def test_with_a_store_of_its_own_the_controllers_node_may_be_lost(bed: Bed) -> N
     store.kill()
 
 
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
-def test_nodes_meet_at_etcd(bed: Bed) -> None:
-    port, peer = free_port(), free_port()
-    etcd = subprocess.Popen(
-        ["etcd", "--data-dir", str(bed.folder / "etcd"), "--listen-client-urls", f"http://127.0.0.1:{port}",
-         "--advertise-client-urls", f"http://127.0.0.1:{port}", "--listen-peer-urls", f"http://127.0.0.1:{peer}"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
+def test_nodes_meet_at_etcd_and_one_of_its_members_may_go(bed: Bed) -> None:
+    sys.path.insert(0, str(Path(__file__).parent / "store"))
+    from etcd_bed import cluster
+
+    with cluster(bed.folder) as members:
         nodes = Nodes(bed, "1:2", "--rdzv-backend", "etcd", "--job", "at-etcd")
-        nodes.words[3] = f"127.0.0.1:{port}"
+        nodes.words[3] = ",".join(str(member.place) for member in members)
         first = nodes.start(1)
         first.event("world")
+        members[0].stop()  # the one that all of them ask first
         second = nodes.start(1)
         first.event("active")
         assert ranks(nodes.status()) == {0: "n0", 1: "n1"}
-        assert first.finish() == 0
+        assert first.finish() == 0, first.stderr()
         assert second.wait() == 0
-    finally:
-        etcd.terminate()
-        etcd.wait()
 
 
 def certificate(folder: Path, *addresses: str) -> dict[str, Path]:

@@ -36,9 +36,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class EtcdServer:
-    """One member, its data in a folder of ours."""
+    """One member, its data in a folder of ours; alone, or one of ``members``: their names and ports to each other."""
 
-    def __init__(self, folder: Path, certificates: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, certificates: Path | None = None, *, name: str = "t", members: dict[str, int] | None = None
+    ) -> None:
         program = shutil.which("etcd")
         if program is None:
             pytest.skip("no etcd here: apt-get install etcd-server")
@@ -46,6 +48,7 @@ class EtcdServer:
         self.folder = folder
         self.certificates = certificates
         self.place = Place(HOST, 0)
+        self._name, self._members = name, members
         self._process: subprocess.Popen[bytes] | None = None
         self._jobs = itertools.count()
 
@@ -57,26 +60,34 @@ class EtcdServer:
         """Start; another pair of ports if someone else took one meanwhile."""
         for _ in range(5):
             client, peer = (self.place.port, free_ports(1)[0]) if self.place.port else free_ports(2)
-            if self._start(client, peer):
-                self.place = Place(HOST, client)
+            self.launch(client, peer)
+            if self.is_up():
                 return
-        pytest.fail(f"etcd did not start: {(self.folder / 'log').read_text()[-2000:]}")
+        pytest.fail(f"etcd did not start: {(self.folder / f'log-{self._name}').read_text()[-2000:]}")
 
-    def _start(self, client: int, peer: int) -> bool:
-        url = f"{self.scheme}://{HOST}:{client}"
+    def launch(self, client: int, peer: int) -> None:
+        """Start the process; whether it is healthy is for :meth:`is_up`."""
+        self.place = Place(HOST, client)
+        url = f"{self.scheme}://{self.place}"
+        members = self._members or {self._name: peer}
+        cluster = ",".join(f"{name}=http://{HOST}:{port}" for name, port in members.items())
         tls = []
         if self.certificates is not None:
             tls = ["--cert-file", str(self.certificates / "cert.pem"), "--key-file", str(self.certificates / "key.pem")]
-        with (self.folder / "log").open("wb") as log:
+        with (self.folder / f"log-{self._name}").open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    self.program, "--name", "t", "--data-dir", str(self.folder / "data"), "--listen-client-urls", url,
-                    "--advertise-client-urls", url, "--listen-peer-urls", f"http://{HOST}:{peer}",
-                    "--initial-advertise-peer-urls", f"http://{HOST}:{peer}", "--initial-cluster",
-                    f"t=http://{HOST}:{peer}", "--unsafe-no-fsync", "--log-level", "error", *tls,
+                    self.program, "--name", self._name, "--data-dir", str(self.folder / f"data-{self._name}"),
+                    "--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls",
+                    f"http://{HOST}:{peer}", "--initial-advertise-peer-urls", f"http://{HOST}:{peer}",
+                    "--initial-cluster", cluster, "--unsafe-no-fsync", "--log-level", "error", *tls,
                 ],
                 stdout=log, stderr=log,
             )  # fmt: skip
+
+    def is_up(self) -> bool:
+        """Wait until it is healthy; one that is not in time is ended."""
+        assert self._process is not None
         context = None
         if self.certificates is not None:
             context = ssl.create_default_context(cafile=str(self.certificates / "cert.pem"))
@@ -84,7 +95,7 @@ class EtcdServer:
         while time.monotonic() < deadline and self._process.poll() is None:
             with (
                 contextlib.suppress(OSError, ValueError),
-                urllib.request.urlopen(f"{url}/health", timeout=1.0, context=context) as reply,
+                urllib.request.urlopen(f"{self.scheme}://{self.place}/health", timeout=1.0, context=context) as reply,
             ):
                 if json.loads(reply.read())["health"] == "true":
                     return True
@@ -132,6 +143,26 @@ def running(folder: Path, certificates: Path | None = None) -> Iterator[EtcdServ
     server.start()
     yield server
     server.stop()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, size: int = 3) -> Iterator[list[EtcdServer]]:
+    """Members of one cluster; again with other ports if someone else took one meanwhile."""
+    for attempt in range(5):
+        ports = free_ports(2 * size)
+        members = {f"m{number}": ports[number] for number in range(size)}
+        (folder / str(attempt)).mkdir()
+        servers = [EtcdServer(folder / str(attempt), name=name, members=members) for name in members]
+        try:
+            for server, client, peer in zip(servers, ports[size:], ports, strict=False):
+                server.launch(client, peer)
+            if all([server.is_up() for server in servers]):  # noqa: C419  (each is to be waited for)
+                yield servers
+                return
+        finally:
+            for server in servers:
+                server.stop()
+    pytest.fail(f"no cluster of etcd started in {folder}")
 
 
 def secure(server: EtcdServer, login: Login) -> None:

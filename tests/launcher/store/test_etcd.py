@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from etcd_bed import HOST, EtcdServer, running, secure
+from etcd_bed import HOST, EtcdServer, cluster, running, secure
 
 from launcher.store.errors import CompactedError, ForbiddenError, UnavailableError
 from launcher.store.etcd import EtcdStore
@@ -97,6 +97,31 @@ def test_a_member_killed_and_started_again_costs_no_change_a_watch_should_see(tm
 
     for server in running(tmp_path):
         asyncio.run(scene(server))
+
+
+def test_any_one_of_three_members_may_be_lost_and_a_minority_answers_nobody(tmp_path: Path) -> None:
+    async def scene(members: list[EtcdServer]) -> None:
+        places = [member.place for member in members]
+        store = EtcdStore(places, job="of-three", generation=1, timeout_s=20.0)
+        lease = await store.grant(60.0)
+        before = await store.put("a", "0", lease=lease)
+        watch = store.watch("", before)
+        waiting = asyncio.ensure_future(anext(watch))
+        await store.fence(1)
+        members[0].stop()  # the one that was asked so far
+        assert (await store.get("a")).value == "0"  # type: ignore[union-attr]
+        assert await store.compare_and_set({"a": before}, {"a": "1"}, lease=lease) is not None
+        assert (await waiting).value == "1"
+        assert await store.keep_alive(lease)
+        members[1].stop()
+        lost = EtcdStore(places, job="of-three", timeout_s=1.0)
+        with pytest.raises(UnavailableError, match=f"etcd at .*{places[2]}.* did not answer within 1 s"):
+            await lost.put("a", "2")
+        for one in (watch, lost, store):
+            await one.aclose()  # type: ignore[attr-defined]
+
+    with cluster(tmp_path) as members:
+        asyncio.run(scene(members))
 
 
 def test_a_compacted_revision_is_told(etcd: EtcdServer) -> None:
