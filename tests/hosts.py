@@ -12,19 +12,20 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MISSING = "not to be had here: "  # as in conftest.py
 NETWORK = "10.213.77"
 
 
 def why_not() -> str:
     """Return why there can be no such hosts here; empty if there can."""
     if shutil.which("ip") is None:
-        return "iproute2 is not installed"
+        return f"{MISSING}iproute2 is not installed"
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        return f"{MISSING}network namespaces need root"
     name = f"lvprobe{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode:
-        return f"network namespaces are not allowed here: {made.stderr.strip()}"
+        return f"{MISSING}network namespaces are not allowed: {made.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", name], check=False)
     return ""
 

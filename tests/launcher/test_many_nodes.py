@@ -425,7 +425,7 @@ def test_nodes_meet_at_etcd_and_one_of_its_members_may_go(bed: Bed) -> None:
 
 def certificate(folder: Path, *addresses: str) -> dict[str, Path]:
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl command here to make a certificate with")
+        pytest.skip("not to be had here: an openssl command to make a certificate with")
     files = {"cert": folder / "cert.pem", "key": folder / "key.pem"}
     names = ",".join(f"IP:{address}" for address in addresses or ("127.0.0.1",))
     subprocess.run(

@@ -41,7 +41,7 @@ def small_disk(bed: Bed) -> Iterator[Path]:
     where.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "none", where], capture_output=True, check=False)
     if done.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+        pytest.skip(f"not to be had here: a file system of the test's own: {done.stderr.decode().strip()}")
     try:
         yield where
     finally:

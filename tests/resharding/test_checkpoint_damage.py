@@ -231,7 +231,7 @@ def test_a_full_disk_fails_the_save_and_the_one_before_loads(tmp_path: Path) -> 
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.geteuid() or os.system(f"mount -t tmpfs -o size=1m tmpfs {disk} 2>/dev/null"):
-        pytest.skip("only root can mount a small disk, and not everywhere")
+        pytest.skip("not to be had here: a small disk; only root can mount one, and not everywhere")
     try:
         save(disk, 1)
         (disk / "filler").write_bytes(b"x" * (os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize - 8192))

@@ -26,7 +26,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
             check=True, capture_output=True,
         )  # fmt: skip
     except FileNotFoundError:
-        pytest.skip("no openssl command here to make a certificate with")
+        pytest.skip("not to be had here: an openssl command to make a certificate with")
     return folder
 
 

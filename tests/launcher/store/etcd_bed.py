@@ -43,7 +43,7 @@ class EtcdServer:
     ) -> None:
         program = shutil.which("etcd")
         if program is None:
-            pytest.skip("no etcd here: apt-get install etcd-server")
+            pytest.skip("not to be had here: etcd; apt-get install etcd-server")
         self.program = program
         self.folder = folder
         self.certificates = certificates

@@ -323,7 +323,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
+        pytest.skip(f"not to be had here: a small file system: {mounted.stderr.strip()}")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
 
