@@ -47,7 +47,7 @@ class EtcdStore:
     async def get(self, key: str) -> Entry | None:
         """One key, or ``None``."""
         limits.check_key(key)
-        found = await self._gateway.ask("kv/range", {"key": to_base64(self._keys + key)})
+        found = await self._ask("kv/range", {"key": to_base64(self._keys + key)})
         entries = [self._entry(row) for row in found.get("kvs", ())]
         return entries[0] if entries else None
 
@@ -59,7 +59,7 @@ class EtcdStore:
         """Return the same with the revision to watch from."""
         limits.check_prefix(prefix)
         start = self._keys + prefix
-        found = await self._gateway.ask(
+        found = await self._ask(
             "kv/range", {"key": to_base64(start), "range_end": after_prefix(start), "sort_target": "KEY"}
         )
         entries = sorted((self._entry(row) for row in found.get("kvs", ())), key=lambda entry: entry.key)
@@ -88,11 +88,11 @@ class EtcdStore:
     async def grant(self, ttl_s: float) -> int:
         """Open a lease."""
         limits.check_ttl(ttl_s)
-        return int((await self._gateway.ask("lease/grant", {"TTL": str(math.ceil(ttl_s))}, write=True))["ID"])
+        return int((await self._ask("lease/grant", {"TTL": str(math.ceil(ttl_s))}, write=True))["ID"])
 
     async def keep_alive(self, lease: int) -> bool:
         """Renew a lease; false if it has ended already."""
-        found = await self._gateway.ask("lease/keepalive", {"ID": str(lease)})
+        found = await self._ask("lease/keepalive", {"ID": str(lease)})
         return int(found.get("result", found).get("TTL", 0)) > 0
 
     async def revoke(self, lease: int) -> None:
@@ -122,7 +122,7 @@ class EtcdStore:
         limits.check_prefix(prefix)
         limits.check_revision(from_revision)
         seen, tries = from_revision, 0
-        now = await self._gateway.ask("kv/range", {"key": to_base64(self._fence_key)})
+        now = await self._ask("kv/range", {"key": to_base64(self._fence_key)})
         reached = int(now["header"]["revision"])
         if from_revision > reached:
             raise AheadError(f"revision {from_revision} was asked for, this store is at {reached}; list again")
@@ -192,6 +192,13 @@ class EtcdStore:
                 raise FencedError(f"generation {self.generation} is over; {active} is active")
             return done
 
+    async def _ask(self, what: str, body: Mapping[str, Any], *, write: bool = False) -> dict[str, Any]:
+        """Make a request of which no error has a meaning of its own. Raises ``StoreError``."""
+        try:
+            return await self._gateway.ask(what, body, write=write)
+        except GatewayError as error:
+            raise error.plain() from None
+
     async def _transaction(
         self, compare: Operations, success: Operations, failure: Operations, lease: int | None
     ) -> dict[str, Any]:
@@ -212,7 +219,7 @@ class EtcdStore:
         await self._transaction([absent], [put], [], None)
 
     async def _fence(self) -> int:
-        found = await self._gateway.ask("kv/range", {"key": to_base64(self._fence_key)})
+        found = await self._ask("kv/range", {"key": to_base64(self._fence_key)})
         return max((int(text_of(row["value"])) for row in found.get("kvs", ())), default=-1)
 
     def _write(self, key: str, value: str | None, lease: int | None) -> dict[str, Any]:

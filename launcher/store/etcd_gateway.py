@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -146,8 +147,11 @@ class Gateway:
             data = await _whole(reply)
             if reply.status != 200:
                 raise _error(data, reply.status)
-            answer: dict[str, Any] = json.loads(data)
-            return answer
+            with contextlib.suppress(ValueError, RecursionError):
+                answer = json.loads(data)
+                if isinstance(answer, dict):
+                    return answer
+            raise GatewayError(0, f"no answer of etcd's gateway: {data[:200].decode(errors='replace')}", reply.status)
 
     async def _ready(self) -> tuple[aiohttp.ClientSession, dict[str, str]]:
         if self._http is None:
@@ -203,7 +207,7 @@ def _error(data: bytes, status: int) -> GatewayError:
         inner = values["error"] if isinstance(values.get("error"), dict) else values
         code = int(inner.get("code", inner.get("grpc_code", 0)))
         return GatewayError(code, str(inner.get("message") or inner.get("error") or inner), status)
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return GatewayError(0, f"HTTP {status}: {data[:200].decode(errors='replace')}", status)
 
 

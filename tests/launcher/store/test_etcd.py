@@ -54,8 +54,9 @@ def test_nobody_and_a_wrong_password_are_refused(
     async def scene() -> None:
         async with secured.bed(login=login, ssl_context=trusting(certificates)) as bed:
             store = await bed.client()
-            with pytest.raises(ForbiddenError, match="check the user and password of etcd"):
-                await store.put("a", "1")
+            for asked in (store.put("a", "1"), store.get("a"), store.scan(""), store.fence(1), anext(store.watch("", 0))):
+                with pytest.raises(ForbiddenError, match="check the user and password of etcd"):
+                    await asked
 
     asyncio.run(scene())
     assert "wrong" not in repr(login)

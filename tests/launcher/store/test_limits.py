@@ -207,3 +207,21 @@ def test_an_answer_of_etcd_is_read_up_to_its_bound_whatever_length_it_claims(
             assert len(sent) < 20_000  # sockets hold some
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("data", [b"<html>login</html>", b"[]", b"7", b"[" * 100_000, b"\xff", b'{"error":' * 50_000])
+@pytest.mark.parametrize("status", [200, 404])
+def test_what_is_no_answer_of_etcd_is_told_as_a_store_error(data: bytes, status: int) -> None:
+    async def scene() -> None:
+        async def answer(request: web.BaseRequest) -> web.Response:
+            return web.Response(body=data, status=status)
+
+        server = await asyncio.get_running_loop().create_server(web.Server(answer), HOST, 0)
+        store = EtcdStore([Place(HOST, server.sockets[0].getsockname()[1])], job="j", timeout_s=10.0)
+        for asked in (store.get("a"), store.put("a", "1")):
+            with pytest.raises(StoreError, match=f"etcd: .*{'no answer of' if status == 200 else 'HTTP 404'}"):
+                await asked
+        await store.aclose()
+        server.close()
+
+    asyncio.run(scene())
