@@ -40,6 +40,8 @@ _LONG_RUN_BYTES = 64 * 2**10
 """runs of at least this are read one by one, straight to where they belong"""
 _SHORT_ROW_BYTES = 64 * 2**10
 """parts of rows up to this long are merged into whole ones where that can be done"""
+_PICKED_AT_ONCE = 64 * 2**10
+"""elements"""
 _HEADER_ALIGN = 8
 
 
@@ -262,8 +264,11 @@ class Files:
             span = starts[last - 1] + length - starts[first]
             staged = np.empty(span, dtype=out.dtype)
             self._read_at(file, staged.data.cast("B"), entry, entry.begin + starts[first] * width)
-            index = (where[first:last] - starts[first])[:, None] + np.arange(length)[None, :]
-            np.take(staged, index, out=out[first:last])
+            step = max(1, _PICKED_AT_ONCE // length)
+            for begin in range(first, last, step):  # an index is several times as large as what it picks out
+                end = min(begin + step, last)
+                index = (where[begin:end] - starts[first])[:, None] + np.arange(length)[None, :]
+                np.take(staged, index, out=out[begin:end], mode="clip")  # which needs no copy of ``out``
             first = last
 
     def header(self, name: str, nbytes: int) -> bytes:
