@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from resharding.assign import layer_of
+from resharding.assign import DROPPABLE, layer_of
 from resharding.listing import Listing
 from resharding.ranges import Ints
 
@@ -25,10 +25,13 @@ def order_of_layers(old: Sequence[Listing], new: Sequence[Listing]) -> dict[Laye
 
     Arguments are indexed by rank. A rank's bound is the larger of its two states. Each turn goes to a layer during
     which no rank is further beyond its bound than the largest layer, if there is one; among those to one after which
-    the rank that is worst off is the least beyond it; among equals to the first by name.
+    the rank that is worst off is the least beyond it; among equals to the first by name. Random streams come last of
+    equals: they may not move at all, and what is given back later rests on what the first layer has shown.
     """
     blocks = {id(block): block for side in (old, new) for listing in side for block, _ in listing.entries}
-    names = sorted({layer_of(unit[0].key) for block in blocks.values() for unit in block.units})
+    keys = {unit[0].key for block in blocks.values() for unit in block.units}
+    streams = {layer_of(key) for key in keys if key.startswith(DROPPABLE)}
+    names = sorted(set(map(layer_of, keys)), key=lambda name: (name in streams, name))
     numbers = {name: number for number, name in enumerate(names)}
     indexes: dict[int, set[int]] = defaultdict(set)
     for side in (old, new):

@@ -1,11 +1,12 @@
 """Damage to state on its way, once in each change of world, in the worker that comes to it first.
 
-``flipped``   one byte is another one on the wire: of a weight, or where the old state is given back of what moves first
+``flipped``   one byte of a weight is another one on the wire
 ``missing``   the plan of a joiner has one box of a weight less
 ``twice``     the plan of a joiner has one box of a weight twice
 ``swapped``   a sender takes two boxes for each other: SwiGLU's halves, or others of one size
 
-What was damaged goes to ``damages.jsonl``.
+Where the old state is given back, the byte is one of the layer that moves first. What was damaged goes to
+``damages.jsonl``.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ class Damages:
                     plan.recvs[at : at + 1] = [plan.recvs[at]] * (2 if what == "twice" else 0)
                 return transport
         if what == "flipped":
-            for at in _weights(plan.sends, source) if keep else _first_to_move(plan):
+            for at in _weights(plan.sends, source) if keep else _first_weights(plan, source):
                 cut = plan.sends[at].cut
                 if self._is_first(what, [source.boxes[cut.piece].key]):
                     return _Flipping(transport, _bytes(stream._slice(source, cut)))
@@ -72,25 +73,25 @@ class Damages:
 
 
 def _weights(transfers, holding):
-    """Yield where matrices of weights are."""
-    for at, transfer in enumerate(transfers):
-        box = holding.boxes[transfer.cut.piece]
-        if box.key.startswith("weight/") and len(box.shape) == 2:
-            yield at
+    """Return where matrices of weights are."""
+    boxes = [holding.boxes[transfer.cut.piece] for transfer in transfers]
+    return [at for at, box in enumerate(boxes) if box.key.startswith("weight/") and len(box.shape) == 2]
 
 
-def _first_to_move(plan):
-    """Yield what moves before anything is given back."""
-    for at, send in enumerate(plan.sends):
-        if plan.source_layers[send.cut.piece] == stream.FIRST_LAYER:
-            yield at
+def _first_weights(plan, source):
+    """Return where weights are that move before anything is given back."""
+    return [
+        at for at, send in enumerate(plan.sends)
+        if plan.source_layers[send.cut.piece] == stream.FIRST_LAYER
+        and source.boxes[send.cut.piece].key.startswith("weight/")
+    ]
 
 
 def _pairs(plan, source):
     """Yield pairs of weights of one size for one peer: SwiGLU's halves first, then others."""
-    weights = list(_weights(plan.sends, source))
+    weights = _weights(plan.sends, source)
     halves = [at for at in weights if source.boxes[plan.sends[at].cut.piece].key.endswith("linear_fc1.weight")]
-    for one, other in (*itertools.combinations(halves, 2), *itertools.combinations(weights, 2)):
+    for one, other in itertools.chain(itertools.combinations(halves, 2), itertools.combinations(weights, 2)):
         first, second = plan.sends[one], plan.sends[other]
         if (first.peer, first.nbytes) == (second.peer, second.nbytes):
             yield one, other

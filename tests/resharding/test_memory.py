@@ -222,6 +222,15 @@ def test_layers_of_a_rank_stand_by_piece() -> None:
     assert sorted((*plans[0].source_layers, *plans[0].target_layers)) == list(range(6))
 
 
+@pytest.mark.parametrize("with_streams", [False, True], ids=["another size", "the same size"])
+def test_the_first_layer_that_moves_is_one_of_the_model(with_streams: bool) -> None:
+    """From its check on there is no way back; a random stream moves only where layout and size stay, or is empty."""
+    old = _stages(range(3))[0]
+    streams = [Box(f"rng/0/{name}", "uint8", (9,), (0,), (9,)) for name in ("a", "torch")]
+    (plan,) = plan_all([[*streams, *old]], [[*streams * with_streams, *old]], ["a"])
+    assert plan.source_layers == (3, 4, 0, 1, 2)
+
+
 def test_pages_go_back_once_all_on_them_is_released() -> None:
     page = mmap.PAGESIZE // 4
     buffer = torch.ones(64 * page)
