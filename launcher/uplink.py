@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 
 from launcher.courier import Courier
-from launcher.hub import SIGN_EVERY_S
+from launcher.hub import CLOSED_SHARE, SIGN_EVERY_S
 from launcher.orders import Enter, Order, Report
 from launcher.store.errors import StoreError
-from launcher.store.link import Connection, Identity, Place, connect
+from launcher.store.link import LONGEST_BACKOFF_S, Connection, Identity, Place, backoff_s, connect
 
-BACKOFF_S = 0.3
+LONGEST_SHARE = CLOSED_SHARE / 2
+"""of the silence after which an agent is lost: how long it waits before it connects again, at most"""
 
 
 class GoneError(Exception):
@@ -28,7 +29,7 @@ class Uplink:
 
     def __init__(
         self, place: Place, identity: Identity, *, term: int, ssl_context: ssl.SSLContext | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:  # fmt: skip
         self.node = ""
         self.lost_after_s = 0.0
@@ -38,6 +39,8 @@ class Uplink:
         self._term = term
         self._ssl = ssl_context
         self._clock = clock
+        self._sleep = sleep
+        self._tries = 0
         self._secret = ""
         self._courier = Courier()
         self._link: Connection | None = None
@@ -52,7 +55,7 @@ class Uplink:
         """Go to another controller, which knows this node; what was not confirmed goes there."""
         self._place, self._term = place, term
         self._courier = self._courier.renewed()
-        self.heard_at = self._clock()
+        self.heard_at, self._tries = self._clock(), 0
         if self._link is not None:
             self._link.drop()
 
@@ -84,7 +87,9 @@ class Uplink:
                         raise
                 except (aiohttp.ClientError, OSError, ValueError, TimeoutError):
                     pass
-                await asyncio.sleep(BACKOFF_S)
+                longest_s = min(LONGEST_BACKOFF_S, self.lost_after_s * LONGEST_SHARE or LONGEST_BACKOFF_S)
+                await self._sleep(backoff_s(self._tries, self._identity.random, longest_s=longest_s))
+                self._tries += 1
 
     def _connection(self, http: aiohttp.ClientSession) -> AbstractAsyncContextManager[Connection]:
         return connect(http, self._place, self._identity, generation=None, min_term=self._term, context=self._ssl)
@@ -104,7 +109,7 @@ class Uplink:
         if "gone" in first:
             raise GoneError(str(first["gone"]))
         fresh = not self.node
-        self.heard_at = self._clock()
+        self.heard_at, self._tries = self._clock(), 0
         if fresh:
             self.node, self._secret = str(first["node"]), str(first["secret"])
             self.lost_after_s = float(first["lost_after_s"])

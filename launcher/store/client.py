@@ -18,12 +18,10 @@ from launcher.store import limits
 from launcher.store.auth import Token
 from launcher.store.contract import Change, Entry, Listing
 from launcher.store.errors import StoreError, UnavailableError
-from launcher.store.link import Connection, Identity, Moved, Place, connect
+from launcher.store.link import Connection, Identity, Moved, Place, backoff_s, connect
 from launcher.store.snapshot import Snapshot
 from launcher.store.waiting import Call, Watch
 
-FIRST_BACKOFF_S = 0.05
-LONGEST_BACKOFF_S = 2.0
 REQUEST_ID_BYTES = 16
 
 
@@ -262,7 +260,7 @@ class RemoteStore:
                     self._fail(error)
                 except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
                     self.last_error = error
-                await self._sleep(self._backoff_s(tries))
+                await self._sleep(backoff_s(tries, self._identity.random))
                 tries += 1
 
     async def _talk(self, link: Connection) -> None:
@@ -301,8 +299,4 @@ class RemoteStore:
             return
         if isinstance(number, int) and (call := self._calls.get(number)) is not None:
             call.take(message)
-
-    def _backoff_s(self, tries: int) -> float:
-        share = int.from_bytes(self._identity.random(2), "big") / 0xFFFF
-        return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(tries, 10)) * (0.5 + share / 2)
 

@@ -19,6 +19,17 @@ from launcher.store.errors import BY_CODE, ForbiddenError, StoreError
 
 CONNECT_S = 5.0
 HEARTBEAT_S = 10.0
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
+
+
+def backoff_s(tries: int, random: Callable[[int], bytes], *, longest_s: float = LONGEST_BACKOFF_S) -> float:
+    """Return how long to wait before connecting again: twice as long each time, less up to half of it by chance.
+
+    So a thousand clients that lose a server at once do not come back at once.
+    """
+    share = int.from_bytes(random(2), "big") / 0xFFFF
+    return min(longest_s, FIRST_BACKOFF_S * 2.0 ** min(tries, 10)) * (0.5 + share / 2)
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,10 @@ def test_a_handover_that_nobody_confirms_leaves_one_store_that_writes(
             first.controller.reach("n1", successor)
             assert first.controller.on_hand_over is not None
             await first.controller.on_hand_over(HandOver(node="n1", leaver="n0", reason="drain", wish=None))
-            assert first.controller.ended.is_set()
+            served[0].write({}, {"generation/next": "7"})
             with pytest.raises(MovedError):
                 first.own.engine.write({}, {"generation/next": "7"})
-            served[0].write({}, {"generation/next": "7"})
+            assert first.controller.ended.is_set()
             served[0].close()
         assert first.controller.end is not None
         assert first.controller.end.outcome == "left"
