@@ -9,6 +9,7 @@ import json
 import signal
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -235,6 +236,8 @@ def test_the_node_with_the_store_is_lost_and_the_others_bring_it_back(bed: Bed, 
     first, second, third = job.start(three[0]), job.start(three[1]), job.start(three[2])
     until("three nodes", lambda: list(job.nodes(three[0]).values()) == ["active"] * 3)
     before = max(generation for generation, _ in commits(first))
+    ids = {node["host"]: node["id"] for node in job.status(three[0])["nodes"]}
+    lowest, other = (second, third) if ids[three[1].address] < ids[three[2].address] else (third, second)
     first.signal(signal.SIGKILL)
 
     def of_both() -> bool:
@@ -245,29 +248,69 @@ def test_the_node_with_the_store_is_lost_and_the_others_bring_it_back(bed: Bed, 
     status = job.status(three[1])
     assert {node["host"] for node in status["nodes"]} == {three[1].address, three[2].address}
     assert (status["job"], status["restarts"]["used"]) == ("far", 1)
-    assert "the store is brought back here" in second.stderr() + third.stderr()
+    assert "the store is brought back here" in lowest.stderr()
+    assert "the store is brought back here" not in other.stderr()
     assert bed.cli("resize", "--workers", "1", "--run-dir", str(bed.root / three[2].name)).returncode == 0
     bed.end_file.touch()
     assert [second.wait(), third.wait()] == [0, 0], second.stderr() + third.stderr()
 
 
+@pytest.mark.parametrize("how", ["both ways", "to the others", "from the others"])
 def test_cut_off_alone_the_node_with_the_store_does_nothing_and_comes_to_the_new_one(
-    bed: Bed, three: list[Host]
+    bed: Bed, three: list[Host], how: str
 ) -> None:
     """Never two active generations: the old store writes no more before the new one begins."""
     job = Job(bed, three, "1:3", "--max-restarts", "2")
     first, second, third = job.start(three[0]), job.start(three[1]), job.start(three[2])
     until("three nodes", lambda: list(job.nodes(three[0]).values()) == ["active"] * 3)
-    before = commits(first)
-    three[0].cut()
+    before, kept = commits(first), kept_at(bed, three[0])
+    for other in three[1:]:
+        if how == "to the others":
+            three[0].mute(other)
+        elif how == "from the others":
+            other.mute(three[0])
+    if how == "both ways":
+        three[0].cut()
     until("a world of the other two", lambda: commits(second) and commits(second)[-1][1] == 2)
     assert commits(first) == before
-    three[0].mend()
+    assert kept_at(bed, three[0]) == kept
+    for other in three[1:]:
+        if how == "to the others":
+            three[0].unmute(other)
+        elif how == "from the others":
+            other.unmute(three[0])
+    if how == "both ways":
+        three[0].mend()
     until("three again", lambda: len(job.nodes(three[1])) == 3 and set(job.nodes(three[1]).values()) == {"active"})
     seen = commits(first, second, third)
     assert len({generation for generation, _ in seen}) == len(seen), f"two worlds of one generation: {seen}"
     bed.end_file.touch()
     assert [agent.wait() for agent in (first, second, third)] == [0, 0, 0], first.stderr()
+
+
+LOOK = (
+    "import asyncio, os, pathlib, secrets, sys\n"
+    "from launcher.store.auth import read_token_file\n"
+    "from launcher.store.client import RemoteStore\n"
+    "from launcher.store.link import Place\n"
+    "async def look():\n"
+    "    path, place = sys.argv[1:]\n"
+    "    token = read_token_file(pathlib.Path(path), uid=os.geteuid())\n"
+    "    async with RemoteStore([Place.parse(place)], token, job='far', node='test', role='observer',\n"
+    "                           random=secrets.token_bytes) as store:\n"
+    "        print([await store.get(key) for key in ('controller', 'job/active', 'generation/next', 'job/restarts')])\n"
+    "asyncio.run(look())\n"
+)
+
+
+def kept_at(bed: Bed, host: Host) -> str:
+    """Who leads and what is active, as the store on a host says to somebody on that host."""
+    (token,) = (bed.folder / ".liverun" / "tokens").iterdir()
+    done = subprocess.run(
+        [*host.prefix, sys.executable, "-c", LOOK, str(token), f"{host.address}:29400"], env=bed.environ(),
+        capture_output=True, text=True, check=True, timeout=30,
+    )  # fmt: skip
+    return done.stdout
 
 
 def test_drained_the_node_with_the_store_hands_it_over_and_the_training_does_not_notice(
