@@ -489,6 +489,8 @@ def late(turn: Turn) -> None:
     waited = f"in {turn.now - proposal.began:.0f} s"
     if proposal.failure:
         abort(turn, proposal.failure)
+    elif proposal.held:
+        abort(turn, f"the leader's lease is over, and was not renewed {waited}")
     elif proposal.phase is Phase.PREPARING:
         silent = _names(proposal) - proposal.prepared
         names = ", ".join(map(turn.name, sorted(silent)))

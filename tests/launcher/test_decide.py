@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -236,6 +237,11 @@ def the(kind: type[A], actions: list[Action]) -> A:
     found = of(kind, actions)
     assert len(found) == 1, actions
     return found[0]
+
+
+def leads(drive: Drive, yes: bool) -> list[Action]:
+    drive.state = replace(drive.state, leads=yes)
+    return drive.feed(Tick())
 
 
 # --- the first world ---------------------------------------------------------------------------------------------
@@ -580,6 +586,32 @@ def test_an_answer_to_an_arm_that_was_cancelled_does_not_count() -> None:
     drive.say("w0", Armed(generation=2, step=12, late=False, at_step=11))
     assert not sent(Go, drive.say("w1", Armed(generation=2, step=24, late=False, at_step=21)))
     assert sent(Go, drive.say("w0", Armed(generation=2, step=24, late=False, at_step=21)))
+
+
+def test_without_the_leaders_lease_nothing_is_armed_or_gone_for_until_it_is_back() -> None:
+    first = Drive()
+    first.hello("w0", "w1")
+    leads(first, False)
+    assert not sent(Go, first.prepared())
+    assert len(sent(Go, leads(first, True))) == 2
+    drive = preparing()
+    leads(drive, False)
+    assert not sent(Where, drive.prepared())
+    assert sent(Where, leads(drive, True))
+    drive.progress(10)
+    leads(drive, False)
+    actions = drive.armed()  # it was out already
+    assert sent(Cancel, actions)
+    assert not sent(Go, actions) + sent(Where, actions)
+    assert sent(Where, leads(drive, True))
+    drive.progress(20)
+    assert sent(Go, drive.armed())
+    long = preparing()
+    leads(long, False)
+    long.prepared()
+    assert long.state.proposal is not None
+    long.now = long.state.proposal.deadline
+    assert "the leader's lease is over, and was not renewed" in old_world_goes_on(long, long.feed(Tick()))
 
 
 def test_arming_gives_up_after_some_tries_or_some_time() -> None:
