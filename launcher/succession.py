@@ -1,6 +1,6 @@
 """When the node with the embedded store is lost: the survivors agree on one of them that brings it back.
 
-Every agent keeps a copy of the store (:mod:`launcher.store.mirror`) and answers at a port of its own:
+Every agent keeps a copy of the store in memory (:mod:`launcher.store.mirror`) and answers at a port of its own:
 
 ``{"op": "silence"}``                 -> ``{"silent_s"}``: for how long it has not answered the store;
                                          or ``{"moved": {"to", "term"}}`` once it knows where the store is now
