@@ -17,6 +17,8 @@ from launcher.store.errors import FencedError, GateError, MovedError, Unavailabl
 
 STORE_RETRY_S = 0.5
 LEAD_RETRY_S = 0.2
+GATE_QUIET_TRIES = 10
+"""for which too few nodes in sight are not worth a word: those of a store just brought back are on their way"""
 T = TypeVar("T")
 
 
@@ -173,6 +175,7 @@ class Ledger:
 
         Raises ``StoreError`` for what waiting does not mend, unless ``whatever`` it is has to be done.
         """
+        tries = 0
         while True:
             try:
                 answer = await ask()
@@ -181,11 +184,12 @@ class Ledger:
                     raise
                 if self.over or isinstance(error, MovedError | FencedError):
                     await asyncio.Event().wait()  # this controller's time is over
-                if not self._is_away:
+                if not self._is_away and (tries >= GATE_QUIET_TRIES or not isinstance(error, GateError)):
                     self._is_away = True
                     self._say(f"the store does not take what has to be written ({error}); the training goes on")
                     self._events.write("store_away", 0, str(error), {})
                 await asyncio.sleep(STORE_RETRY_S)
+                tries += 1
                 continue
             if self._is_away:
                 self._is_away = False

@@ -147,6 +147,9 @@ def test_a_leader_that_another_has_led_after_gives_way_and_can_write_nothing(
             with pytest.raises(NotLeadingError):
                 await attempt
         assert await two.ledger.activate(world(await two.ledger.next_generation()), {"w0": "n1"})
+        late = await bed.client(generation=1)
+        with pytest.raises(FencedError):
+            await late.put("node/next", "9")
         if then != "leads":
             await two.leading.resign(over=then == "has ended the job")
         assert not await one.keeps()
