@@ -81,7 +81,7 @@ def splits(name: str) -> tuple[list[Split], list[Split]]:
 
 
 @functools.cache
-def world(name: str, split: Split, _copy: int = 0) -> list[Rank]:
+def world(name: str, split: Split) -> list[Rank]:
     """Build a world with everything in its place."""
     gc.disable()  # it stays: looking for garbage in it again and again takes a quarter of the time
     try:
@@ -156,7 +156,8 @@ def move(
 
     Without ``keep`` what is given back is overwritten at once, and what is claimed is overwritten only then.
     """
-    old, new = world(name, before), world(name, after, int(before == after))
+    assert before != after
+    old, new = world(name, before), world(name, after)
     members = members or in_order(before, after)
     sources, targets = [Holding.of([])] * members.size, [Holding.of([])] * members.size
     held, needed = [Listing(())] * members.size, [Listing(())] * members.size
