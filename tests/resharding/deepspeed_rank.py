@@ -1,6 +1,6 @@
 """One rank of a DeepSpeed job: RANK SIZE STAGE PORT FOLDER KIND. Trains a small model, saves; ends.
 
-KIND is plain, frozen (some parameters are not trained), experts, or pipeline (two stages, a tied embedding).
+KIND is plain, fp32, frozen (some parameters are not trained), experts, or pipeline (two stages, a tied embedding).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def main() -> None:
         groups = split_params_into_different_moe_groups_for_optimizer(groups)
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     config = {
-        "train_batch_size": 4 * (size // 2 if kind == "pipeline" else size), "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True},
+        "train_batch_size": 4 * (size // 2 if kind == "pipeline" else size), "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": kind != "fp32"},
         "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_made import MOMENTS, make, moment
-from test_checkpoint_deepspeed import read
+from test_checkpoint_deepspeed import loaded, read
 
 from resharding.checkpoint.convert import convert
 from resharding.checkpoint.deepspeed import DeepSpeedSource
@@ -76,6 +76,9 @@ def test_slices_of_every_pattern_make_up_the_parameter(by: str, tmp_path: Path) 
     for key, value in state.items():
         kind, _, name = key.partition("/")
         assert torch.equal(value, wanted(name, kind)), key
+    for stage in (1, 3):
+        there = loaded(tmp_path / "ours", stage)
+        assert [key for key, value in state.items() if not torch.equal(there[key], value)] == [], stage
 
 
 def test_a_pattern_that_the_numbers_contradict_is_refused(tmp_path: Path) -> None:
