@@ -39,7 +39,7 @@ def test_no_second_copy_of_the_state_ever_exists(
     job = launch(
         PROBE, str(out), f"--data-path={corpus}", "--train-steps=8", *shape, "--global-batch-size=2", "--micro-batch-size=1", "--log-interval=0", f"--loss-log={out / 'loss.jsonl'}",
         "--pipeline-model-parallel-size=2", nproc=2, options=NEVER,
-        probe={"memory": True, "evaluate": True, "steps_per_change": 2},
+        probe={"memory": True, "evaluate": True, "steps_per_change": 1},
     )
     job.until_trains()
     for words in RESIZES:
