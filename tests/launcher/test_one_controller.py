@@ -102,7 +102,7 @@ def test_an_agent_that_finds_the_place_of_a_dead_controller_takes_it_over_in_sec
     first.wait()
     assert read(store, "controller") is not None
     second = nodes.start(1)
-    until("its world", lambda: "world" in second.kinds(), 20.0)
+    until("its world", lambda: "world" in second.kinds(), 45.0)
     assert "this node offers 1 workers to the job at" in second.stderr()  # it had believed what it read
     assert status(bed, second)["restarts"]["used"] == 1
     assert second.finish() == 0, second.stderr()
