@@ -79,9 +79,24 @@ def main() -> None:
         fill(piece, piece.view())
     Path("/proc/self/clear_refs").write_text("5")
     returner = PageReturner(source)
+    claimed, most_live = 0, source.nbytes
+
+    def claim(piece: int) -> None:
+        nonlocal claimed
+        claimed += target.pieces[piece].box.nbytes
+        count()
+
+    def release(piece: int) -> None:
+        returner.piece(piece)
+        count()
+
+    def count() -> None:
+        nonlocal most_live
+        most_live = max(most_live, source.nbytes - returner.num_bytes + claimed)
+
     report = execute(
-        plan, source, target, ProcessGroupTransport(group), STAGING, keep=mode == "keep",
-        release=None if mode == "keep" else returner.piece,
+        plan, source, target, ProcessGroupTransport(group), STAGING, keep=mode == "keep", claim=claim,
+        release=None if mode == "keep" else release,
     )  # fmt: skip
     peak = status("VmHWM") - base
     wanted = torch.empty(ROWS, WIDTH // num_experts)
@@ -94,7 +109,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "peak": peak, "source": source.nbytes, "target": target.nbytes, "wrong": wrong,
+                "peak": peak, "live": most_live + report.staging_bytes, "source": source.nbytes, "target": target.nbytes, "wrong": wrong,
                 "given_back": returner.num_bytes, "layer": LAYER_BYTES, "staging": STAGING,
                 "seconds": report.seconds, "verify_s": report.verify_s, "moved": report.bytes_moved,
                 "local": report.bytes_local,

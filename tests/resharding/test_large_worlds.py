@@ -79,14 +79,17 @@ def test_ranks_of_a_large_world_that_plan_alone_agree_and_share_the_load(kept: b
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "moved"])
 def test_a_rank_of_1024_plans_within_its_limits(kept: bool) -> None:
-    """The limit of one second is for a core of its own: here, shared, three times as much passes."""
+    """One second of a core's time; neighbours slow a core down too, so the best of three counts."""
     old, new = World(8, 4, 32), World(8, 4, 31)
-    row = next(row for row in reshard_plan.curve([old.size], with_balance=False) if (row["hosts"] == "kept") == kept)
-    print(json.dumps(row))
-    assert row["to"] == new.size
-    assert float(row["exchange_s"]) + float(row["plan_s"]) < 3
-    assert float(row["peak_mb"]) < 200
-    assert int(row["layout_bytes_padded"]) < 1_000_000
+    seconds: list[float] = []
+    while len(seconds) < 3 and min(seconds, default=1.0) >= 1:
+        row = next(row for row in reshard_plan.curve([old.size], with_balance=False) if (row["hosts"] == "kept") == kept)
+        print(json.dumps(row))
+        assert row["to"] == new.size
+        assert float(row["peak_mb"]) < 200
+        assert int(row["layout_bytes_padded"]) < 1_000_000
+        seconds.append(float(row["exchange_s"]) + float(row["plan_s"]))
+    assert min(seconds) < 1
 
 
 def test_replicas_cut_one_large_tensor_between_them() -> None:
