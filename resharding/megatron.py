@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -351,10 +352,23 @@ def _placed(model_chunks: Sequence[torch.nn.Module]) -> Iterator[_Part]:
         group = getattr(getattr(module, "pg_collection", None), "dp_cp", None)
         if group is not None:
             metadata["dp_cp_group"] = group
-        entries = list(_flat(module.sharded_state_dict(metadata=metadata)))
+        try:
+            entries = list(_flat(module.sharded_state_dict(metadata=metadata)))
+        except AssertionError as error:
+            raise Unsupported(
+                f"{type(module).__name__} cannot say where its state lies in this layout: sharded_state_dict() "
+                f"{_failed_check(error)}"
+            ) from error
         owners = _Owners(module)  # only now: a router's bias becomes fp32, in new storage, when it is asked for
         for name, entry in entries:
             yield from _parts_of(name, entry, owners)
+
+
+def _failed_check(error: AssertionError) -> str:
+    """Say which check of Megatron's failed; many have no words of their own."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    said = f" ({error})" if str(error) else ""
+    return f"fails at '{where.line}' in {where.name}{said}"
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

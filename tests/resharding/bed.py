@@ -94,7 +94,9 @@ class Split:
     etp: int = 0
     """0: as tp, Megatron's default"""
     first: int = 0
-    """layers of the first stage, if stages are uneven"""
+    """layers of the first stage, if it has more or less than the others"""
+    last: int = 0
+    """the same for the last stage"""
     sequence_parallel: bool = False
 
     @property
@@ -109,7 +111,7 @@ class Split:
         text = f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}"
         text += f"cp{self.cp}" if self.cp > 1 else ""
         text += f"ep{self.ep}etp{self.expert_tp}" if self.ep > 1 or self.etp else ""
-        return text + (f"first{self.first}" if self.first else "") + ("sp" if self.sequence_parallel else "")
+        return text + (f"first{self.first}" if self.first else "") + (f"last{self.last}" if self.last else "") + ("sp" if self.sequence_parallel else "")
 
 
 @dataclass
@@ -145,6 +147,8 @@ def config_of(model: Model, split: Split) -> TransformerConfig:
         options["mtp_num_layers"] = model.ahead
     if split.first:
         options["num_layers_in_first_pipeline_stage"] = split.first
+    if split.last:
+        options["num_layers_in_last_pipeline_stage"] = split.last
     return kind(
         num_layers=model.layers,
         hidden_size=model.hidden,

@@ -35,6 +35,7 @@ MODELS = {
     "fp32": Model(),
     "bf16, grouped queries, biases": Model(dtype=BF16, tied=False, groups=2, bias=True),
     "fp16, optimizer not distributed": Model(dtype=FP16, distributed=False),
+    "fp16": Model(dtype=FP16, layers=7),
     "plain MLP, learned positions": Model(dtype=BF16, gated=False, learned=True, bias=True),
     "frozen": Model(dtype=BF16, frozen="linear_qkv"),
     "many buckets": Model(dtype=BF16, bucket=200),
@@ -59,14 +60,18 @@ def splits(name: str) -> tuple[list[Split], list[Split]]:
     found: tuple[list[Split], list[Split]] = ([], [])
     vpps = [1] if model.hybrid or model.layers < 4 else [1, 2]
     eps, etps = ([1, 2, 4], [0, 1, 2]) if model.experts else ([1], [0])
-    for tp, pp, dp, cp, vpp, ep, etp, first, sp in itertools.product(
-        [1, 2, 4], [1, 2, 4], [1, 2, 3, 4, 5, 8], [1, 2], vpps, eps, etps, [0, 1], [False, True]
+    uneven = [(0, 0), (1, 0), (0, 1)] if model.layers >= 4 and not model.hybrid else [(0, 0)]
+    for tp, pp, dp, cp, vpp, ep, etp, (first, last), sp in itertools.product(
+        [1, 2, 4], [1, 2, 4], [1, 2, 3, 4, 5, 8], [1, 2], vpps, eps, etps, uneven, [False, True]
     ):
-        split = Split(tp=tp, pp=pp, dp=dp, cp=cp, vpp=vpp, ep=ep, etp=etp, first=first, sequence_parallel=sp)
+        split = Split(tp=tp, pp=pp, dp=dp, cp=cp, vpp=vpp, ep=ep, etp=etp, first=first, last=last, sequence_parallel=sp)
+        stages, layers = pp - bool(first or last), model.layers - first - last
         if (
             pp > model.layers
             or (vpp > 1 and pp != 2)
-            or (first and (pp != 2 or vpp > 1 or model.layers < 4 or model.hybrid))
+            or not stages
+            or layers % (stages * vpp)
+            or ((first or last) and (vpp > 1 or layers // stages == 1))
             or (sp and (tp == 1 or model.hybrid))
             or (cp > 1 and model.hybrid)
             or (tp * cp * dp) % (split.expert_tp * ep)

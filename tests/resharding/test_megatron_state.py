@@ -224,6 +224,21 @@ def test_what_cannot_move_is_refused_by_name(make, words):
         megatron.holding_of([_Odd(make)], None)
 
 
+def test_a_check_of_megatrons_that_fails_is_refused_with_the_models_name_and_the_check():
+    """Some have no words, as that of a tied embedding with multi-token prediction on two stages."""
+
+    def tied_on_two_stages(m):
+        assert m.weight.numel() == 1
+
+    def named(m):
+        raise AssertionError("only with pp=1")
+
+    with pytest.raises(Unsupported, match=r"_Odd cannot say .* fails at 'assert m.weight.numel\(\) == 1' in tied_on_two"):
+        megatron.holding_of([_Odd(tied_on_two_stages)], None)
+    with pytest.raises(Unsupported, match=r"_Odd cannot say .* in named \(only with pp=1\)"):
+        megatron.holding_of([_Odd(named)], None)
+
+
 def test_the_scales_of_fp8_are_refused_before_anything_moves():
     def make(m):
         state = ShardedObject("decoder.layers.0.mlp.linear_fc1._extra_state", io.BytesIO(b"scales"), (1,), (0,))
