@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +78,10 @@ class Model:
     hybrid: str = ""
     """Mamba: a letter for each layer, M, * (attention) or - (MLP)"""
     ahead: int = 0
-    """layers that predict further tokens"""
+    """layers that predict further tokens, in the last stage"""
+    vocab_multiple: int = 0
+    """the vocabulary is padded to a multiple of so much for every tensor parallel rank, as scripts do"""
+    bert: bool = False
     high_padding: bool = False
     """buckets padded for bus bandwidth"""
 
@@ -180,6 +183,23 @@ def config_of(model: Model, split: Split) -> TransformerConfig:
     )
 
 
+def _vocab(model: Model, split: Split) -> int:
+    step = model.vocab_multiple * split.tp or 1
+    return -(-model.vocab // step) * step
+
+
+def _bert(model: Model, config: TransformerConfig, split: Split) -> Any:
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    config.normalization = "LayerNorm"
+    return BertModel(
+        config, num_tokentypes=2, transformer_layer_spec=bert_layer_local_spec, vocab_size=_vocab(model, split),
+        max_sequence_length=model.sequence, pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(), add_binary_head=True, share_embeddings_and_output_weights=model.tied,
+    )  # fmt: skip
+
+
 def _gpt(model: Model, config: TransformerConfig, where: dict[str, Any], stage: int, split: Split) -> GPTModel:
     if model.experts:
         spec = get_gpt_decoder_block_spec(
@@ -192,17 +212,22 @@ def _gpt(model: Model, config: TransformerConfig, where: dict[str, Any], stage: 
             multi_latent_attention.TELinear = type("TELinear", (), {})
         for layer in getattr(spec, "layer_specs", [spec]):
             layer.submodules.self_attention.submodules.core_attention = IdentityOp
+    post_process = mpu.is_pipeline_last_stage(ignore_virtual=False, **where)
     return GPTModel(
         config,
         spec,
-        vocab_size=model.vocab,
+        vocab_size=_vocab(model, split),
         max_sequence_length=model.sequence,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **where),
-        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **where),
+        post_process=post_process,
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type="learned_absolute" if model.learned else "rope",
         **({"vp_stage": stage} if split.vpp > 1 else {}),
-        **({"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, False, where["vp_stage"])} if model.ahead else {}),
+        **(
+            {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, False, where["vp_stage"])}
+            if model.ahead and post_process
+            else {}
+        ),
     )
 
 
@@ -320,7 +345,10 @@ def build(model: Model, split: Split) -> tuple[list[Any], Any]:
     for stage in range(split.vpp):
         where = {"vp_stage": stage if split.vpp > 1 else None}
         with _norms_for_sequence_parallel(config):
-            module = _mamba(model, config, where) if model.hybrid else _gpt(model, config, where, stage, split)
+            if model.bert:
+                module = _bert(model, config, split)
+            else:
+                module = _mamba(model, config, where) if model.hybrid else _gpt(model, config, where, stage, split)
         module = module.to(model.dtype) if not model.hybrid else module
         for name, param in module.named_parameters():
             if model.frozen and model.frozen in name:
@@ -431,10 +459,16 @@ def poison(holding: Holding) -> None:
             piece.view().fill_(-1)
 
 
-def wrong(holding: Holding) -> list[str]:
-    """Return the boxes that do not hold what they should."""
+def wrong(holding: Holding, rows: Mapping[str, int] | None = None) -> list[str]:
+    """Return the boxes that do not hold what they should; beyond so many ``rows`` a padded tensor has to be zero."""
     return [
         f"{piece.box.key} at {piece.box.offset} of {piece.box.shape}"
         for piece in holding.pieces
-        if not torch.equal(piece.view(), expected(piece.box))
+        if not torch.equal(piece.view(), _cropped(piece.box, rows) if rows and piece.box.padded else expected(piece.box))
     ]
+
+
+def _cropped(box: Box, rows: Mapping[str, int]) -> torch.Tensor:
+    found = expected(box).clone()
+    found[max(0, rows[box.key] - box.offset[0]) :] = 0
+    return found

@@ -101,7 +101,8 @@ def main() -> None:
             plans[place], source, target, ProcessGroupTransport(group), 1 << 16, keep=keep,
             release=None if keep else returner.piece,
         )  # fmt: skip
-        wrong = bed.wrong(target) + (bed.wrong(source) if keep else [])
+        rows = {box.key: box.global_shape[0] for listing in old for box in listing.boxes if box.padded}
+        wrong = bed.wrong(target, rows) + (bed.wrong(source) if keep else [])
         if optimizer is not None:
             common_state.poison(optimizer)
             megatron.load_common_state(optimizer, merged)
