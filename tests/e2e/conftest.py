@@ -77,7 +77,7 @@ def arguments_for(corpus: Path) -> Callable[..., list[str]]:
     def arguments(out: Path, *more: str, steps: int = 100) -> list[str]:
         return [
             f"--data-path={corpus}", f"--train-steps={steps}", "--num-layers=4", "--hidden-size=64",
-            "--num-attention-heads=4", "--num-query-groups=4", "--ffn-hidden-size=128", "--seq-length=32",
+            "--num-attention-heads=4", "--num-query-groups=2", "--ffn-hidden-size=128", "--seq-length=32",
             "--global-batch-size=8", "--micro-batch-size=2", "--lr-warmup-samples=80", "--log-interval=0",
             f"--loss-log={out / 'loss.jsonl'}", f"--sample-log={out / 'samples'}", *more,
         ]

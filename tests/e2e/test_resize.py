@@ -55,7 +55,7 @@ def elastic_and_static(tmp_path_factory: pytest.TempPathFactory, corpus: Path, r
     arguments = {
         name: [
             PROBE, str(folder), f"--data-path={corpus}", f"--train-steps={STEPS}", "--num-layers=4",
-            "--hidden-size=64", "--num-attention-heads=4", "--num-query-groups=4", "--ffn-hidden-size=128",
+            "--hidden-size=64", "--num-attention-heads=8", "--num-query-groups=4", "--ffn-hidden-size=128",
             "--seq-length=32", "--global-batch-size=8", "--micro-batch-size=2", "--lr-warmup-samples=80",
             "--log-interval=0", f"--loss-log={folder / 'loss.jsonl'}", f"--sample-log={folder / 'samples'}",
         ]

@@ -30,7 +30,7 @@ def test_a_run_that_comes_back_from_a_checkpoint_goes_on_as_if_nothing_had_been(
 
     def run(name: str, folder: Path, *options: str) -> Launched:
         words = (f"--checkpoint-dir={folder}", *options)
-        more, steps = (["--hidden-dropout=0.1"], 2000) if name == "killed" else ([], STEPS)
+        more, steps = (["--hidden-dropout=0.1", "--bf16", "--untie-embeddings-and-output-weights"], 2000) if name == "killed" else ([], STEPS)
         return launch(TRAIN, *train_arguments(outs[name], *more, steps=steps), name=name, options=words)
 
     whole = run("whole", saved, "--checkpoint-every=10", "--keep-last=3")
@@ -65,7 +65,7 @@ def test_a_run_that_comes_back_from_a_checkpoint_goes_on_as_if_nothing_had_been(
     assert max(gap for gap in gaps if gap < 1) < 1e-3
 
     # one is asked for, then a rank is killed: from there on all is the same bit for bit, random streams included
-    killed = run("killed", tmp_path / "own", "--max-restarts=2")
+    killed = run("killed", tmp_path / "own", "--max-restarts=4")
     log = outs["killed"] / "loss.jsonl"
     killed.until("step 3", lambda: any(row["step"] >= 3 for row in read_lines(log)))
     took = killed.cli("checkpoint", "save", killed.job, "--json")
@@ -73,7 +73,11 @@ def test_a_run_that_comes_back_from_a_checkpoint_goes_on_as_if_nothing_had_been(
     step = json.loads(took.stdout)["step"]
     assert killed.status()["last_checkpoint"]["step"] == step
     killed.until("five steps more", lambda: any(row["step"] >= step + 5 for row in read_lines(log)))
-    for victim, times in ((1, 2), (0, 3)):  # one process stays over the first restart, the other over the second
+    # one process stays over the first restart, the other over the second; more only if neither did
+    num_kept = 0
+    for victim, times in ((1, 2), (0, 3), (1, 4), (0, 5)):
+        if times > 3 and num_kept:
+            break
         before = killed.ranks()
         psutil.Process(before[victim]).kill()
         killed.until("those again", lambda: sum(row["step"] == step + 5 for row in read_lines(log)) == times)  # noqa: B023
@@ -81,12 +85,14 @@ def test_a_run_that_comes_back_from_a_checkpoint_goes_on_as_if_nothing_had_been(
         # gloo may not notice that a peer is gone; whoever hangs there is replaced, and that is said
         is_held = "has not left its script in" in killed.output()
         assert (after[1 - victim] == before[1 - victim] or is_held, after[victim] == before[victim]) == (True, False)
+        num_kept += after[1 - victim] == before[1 - victim]
         rows = read_lines(log)
         often = Counter(row["step"] for row in rows)
         assert min(number for number in often if often[number] == times) == step
         assert len({(row["step"], row["loss"]) for row in rows}) == len({row["step"] for row in rows})
         # what a restart keeps is what has trained, as far as the launcher knows
         killed.until("a step it has heard of", lambda: killed.status()["step"] > step)
+    assert num_kept
 
     # a world that a resize made saves as well, and knows what its new ranks hold
     killed.must_resize("--layout=tp=2")
