@@ -18,6 +18,7 @@ from test_checkpoint_megatron import CONFIG, MODELS, saved_by_megatron
 from test_checkpoint_patterns import RULES, slices
 
 from launcher.checkpoint import app
+from resharding.checkpoint.export import FAMILY
 from resharding.checkpoint.opened import Checkpoint
 
 QUERIES = "weight/decoder.layers.1.self_attention.linear_qkv.q.weight"
@@ -60,7 +61,9 @@ def test_from_megatron_and_back_and_on_to_hugging_face(theirs: Path, config: Pat
         assert run("convert", ours, back, *words) == f"{back}\n"
         run("convert", back, tmp_path / name, "--model-config", config)
         assert run("diff", ours, tmp_path / name) == f"all {len(_keys(ours))} tensors are the same\n"
-    told = ("--rope-theta", "10000", "--norm-eps", "1e-5", "--max-positions", "8", "--vocab-size", "61")
+    llama = tmp_path / "llama.json"
+    llama.write_text(json.dumps({**CONFIG, **FAMILY}))
+    told = ("--rope-theta", "10000", "--norm-eps", "1e-5", "--max-positions", "8", "--vocab-size", "61", "--model-config", llama)
     assert run("export", ours, tmp_path / "llama", *told) == f"{tmp_path / 'llama'}\n"
     about = json.loads((tmp_path / "llama" / "config.json").read_text())
     assert (about["vocab_size"], about["num_attention_heads"], about["num_key_value_heads"]) == (61, 4, 2)
