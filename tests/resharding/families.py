@@ -122,6 +122,14 @@ def common(name: str, split: Split) -> dict[str, Any]:
     return megatron.merge_common_state([megatron.common_state(rank.optimizer) for rank in world(name, split)])
 
 
+def forget() -> None:
+    """Let every world go: there is room for other ones."""
+    for cached in (world, listings, boxes, common, bed.expected):
+        cached.cache_clear()
+    gc.unfreeze()
+    gc.collect()
+
+
 def canonical(ranks: list[Rank]) -> dict[str, torch.Tensor]:
     return oracle.merge_dumps(
         {"ranks": rank.ranks, "entries": list(oracle._entries(rank.chunks, rank.optimizer, rank.ranks))}
