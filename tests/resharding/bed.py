@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -30,14 +26,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import experts
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from liverun.device import install
+from liverun.hybrid import mamba_model
 from resharding import megatron
 from resharding.boxes import Box, Holding
 
@@ -231,77 +225,13 @@ def _gpt(model: Model, config: TransformerConfig, where: dict[str, Any], stage: 
     )
 
 
-class _GatedNorm(torch.nn.Module):
-    """What Mamba takes from a package of GPU kernels; only its parameter matters here."""
-
-    def __init__(self, size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """As Megatron's ``ExtendedRMSNorm``."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
-            tp_group=mpu.get_tensor_model_parallel_group(), dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
-
-
 def _mamba(model: Model, config: TransformerConfig, where: dict[str, Any]) -> Any:
-    with _stub_modules("triton", "triton.language", "triton.runtime", "triton.runtime.cache"):
-        from megatron.core.models.mamba import MambaModel
-        from megatron.core.ssm import mamba_block, mamba_context_parallel, mamba_layer, mamba_mixer
-        from megatron.core.ssm.mlp_layer import MLPLayer
-
-    mamba_mixer.ExtendedRMSNorm = _GatedNorm
-    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
-    column, row, bda = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear, get_bias_dropout_add
-    gpt = get_gpt_layer_local_spec(normalization="RMSNorm")
-    parts = gpt.submodules
-    mixer = mamba_mixer.MambaMixerSubmodules(in_proj=column, out_proj=row)
-    spec = ModuleSpec(
-        module=mamba_block.MambaStack,
-        submodules=mamba_block.MambaStackSubmodules(
-            mamba_layer=ModuleSpec(
-                module=mamba_layer.MambaLayer,
-                submodules=mamba_layer.MambaLayerSubmodules(
-                    norm=parts.input_layernorm,
-                    mixer=ModuleSpec(module=mamba_mixer.MambaMixer, submodules=mixer),
-                    mamba_bda=bda,
-                ),
-            ),
-            attention_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=parts.input_layernorm, self_attention=parts.self_attention, self_attn_bda=bda
-                ),
-            ),
-            mlp_layer=ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=bda
-                ),
-            ),
-        ),
-    )
-    with _without_transformer_engine():
-        return MambaModel(
-            config, spec, vocab_size=model.vocab, max_sequence_length=model.sequence,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **where),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **where),
-            hybrid_override_pattern=model.hybrid, share_embeddings_and_output_weights=model.tied,
-        )  # fmt: skip
-
-
-@contextmanager
-def _stub_modules(*names: str) -> Iterator[None]:
-    """Let modules be imported that name packages of GPU kernels, which are not here and are not called."""
-    missing = [name for name in names if name not in sys.modules]
-    sys.modules.update({name: MagicMock() for name in missing})
-    try:
-        yield
-    finally:
-        for name in missing:
-            del sys.modules[name]
+    return mamba_model(
+        config, vocab_size=model.vocab, max_sequence_length=model.sequence,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **where),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **where),
+        hybrid_override_pattern=model.hybrid, share_embeddings_and_output_weights=model.tied,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -320,19 +250,6 @@ def _norms_for_sequence_parallel(config: TransformerConfig) -> Iterator[None]:
         yield
     finally:
         WrappedTorchNorm.__new__ = make
-
-
-@contextmanager
-def _without_transformer_engine() -> Iterator[None]:
-    """Let the Mamba stack end in Megatron's own norm, where it names Transformer Engine's."""
-    from megatron.core.ssm import mamba_block
-
-    named = mamba_block.TENorm
-    mamba_block.TENorm = WrappedTorchNorm
-    try:
-        yield
-    finally:
-        mamba_block.TENorm = named
 
 
 def build(model: Model, split: Split) -> tuple[list[Any], Any]:
