@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import struct
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +97,22 @@ class Crash(BaseException):
 CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "posix_fallocate", "mkdir", "rmdir")
 
 
-def crash_at(patch: pytest.MonkeyPatch, number: int, counted: list[str]) -> None:
-    """Die before the ``number``-th call that changes a disk."""
+Point = tuple[str, int]
+"""a call, and the how manieth of its name: how often a file is synced is not the same every time"""
+
+
+def crash_at(patch: pytest.MonkeyPatch, point: Point | None, counted: list[Point]) -> None:
+    """Die before a call that changes a disk, and before all after it."""
+    times: Counter[str] = Counter()
+    dead = threading.Event()
 
     def counting(name, real):
         def call(*args, **kwargs):
-            counted.append(name)
-            if len(counted) > number:
+            counted.append((name, times[name]))
+            times[name] += 1
+            if counted[-1] == point:
+                dead.set()
+            if dead.is_set():
                 raise Crash
             return real(*args, **kwargs)
 
@@ -111,37 +122,42 @@ def crash_at(patch: pytest.MonkeyPatch, number: int, counted: list[str]) -> None
         patch.setattr(os, name, counting(name, getattr(os, name)))
     opened = io.open
     creating = counting("io.open", opened)
-    patch.setattr(io, "open", lambda file, mode="r", *rest, **more: (creating if mode[0] != "r" else opened)(file, mode, *rest, **more))
+
+    def open_(file, mode="r", *rest, **more):
+        return (creating if mode[0] != "r" else opened)(file, mode, *rest, **more)
+
+    patch.setattr(io, "open", open_)
 
 
-def crashes(number: int, root: Path, *args: Any, **more: Any) -> bool:
-    """Save, and die before the ``number``-th call; false if there were fewer: a file may be synced once or twice."""
-    counted: list[str] = []
+def crashes(point: Point, root: Path, *args: Any, **more: Any) -> bool:
+    """Save, and die at a point; false if there was none: a file may be synced once or twice."""
     with pytest.MonkeyPatch.context() as patch:
-        crash_at(patch, number, counted)
+        crash_at(patch, point, [])
         try:
             save(root, *args, **more)
         except Crash:
             return True
-    assert len(counted) <= number
+    assert point[0] == "fsync"
     return False
 
 
 def test_a_crash_at_any_point_of_a_save_leaves_the_one_before_or_the_new_one(tmp_path: Path) -> None:
     """At every call that opens, syncs, renames or removes, and at every seventh of those that write numbers."""
     save(tmp_path / "first", 1)
-    seen, counted = set(), []
+    seen: set[Any] = set()
+    counted: list[Point] = []
+    shutil.copytree(tmp_path / "first", tmp_path / "none")
     with pytest.MonkeyPatch.context() as patch:
-        crash_at(patch, 10**6, counted)
+        crash_at(patch, None, counted)
         save(tmp_path / "none", 2, keep_last=1)
-    assert {"pwrite", "fsync", "rename", "replace", "io.open"} <= set(counted)  # the index, and what ranks say
-    points = [i for i, name in enumerate(counted) if name != "pwrite" or counted[:i].count("pwrite") % 7 == 0]
+    assert {"pwrite", "fsync", "rename", "replace", "io.open"} <= {name for name, _ in counted}  # and what ranks say
+    points = [(name, times) for name, times in counted if name != "pwrite" or times % 7 == 0]
     assert len(points) > 30
     crashed = 0
-    for number in points:
+    for number, point in enumerate(points):
         root = tmp_path / str(number)
         shutil.copytree(tmp_path / "first", root)
-        crashed += crashes(number, root, 2, keep_last=1)
+        crashed += crashes(point, root, 2, keep_last=1)
         best = folder.candidates(root)[0]
         step = 2 if best.name.endswith("2") else 1
         seen.add(step)
@@ -159,18 +175,18 @@ def test_a_crash_at_any_point_of_a_save_leaves_the_one_before_or_the_new_one(tmp
 def test_a_crash_at_any_point_of_saving_a_step_once_more_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     """A job that came back to the step before saves a step that is there, perhaps as the only one."""
     save(tmp_path / "first", 2)
-    seen, counted = set(), []
+    seen: set[Any] = set()
+    counted: list[Point] = []
+    shutil.copytree(tmp_path / "first", tmp_path / "none")
     with pytest.MonkeyPatch.context() as patch:
-        crash_at(patch, 10**6, counted)
-        shutil.copytree(tmp_path / "first", tmp_path / "none")
-        counted.clear()
+        crash_at(patch, None, counted)
         save(tmp_path / "none", 2, value=5)
-    last = max(i for i, name in enumerate(counted) if name == "pwrite")
+    last = max(i for i, (name, _) in enumerate(counted) if name == "pwrite")
     crashed = 0
-    for number in range(last, len(counted)):  # before that, nothing that was there is touched
+    for number, point in enumerate(counted[last:]):  # before that, nothing that was there is touched
         root = tmp_path / str(number)
         shutil.copytree(tmp_path / "first", root)
-        crashed += crashes(number, root, 2, value=5)
+        crashed += crashes(point, root, 2, value=5)
         (best,) = folder.candidates(root)
         value = next(each for each in (2, 5) if holds(best, each))
         seen.add((value, best.name))
