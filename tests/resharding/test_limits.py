@@ -56,7 +56,6 @@ FAMILIES = {
     "an odd expert": Model(experts=4, expert_ffn=25),
     "an odd shared expert": Model(experts=4, shared=15),
     "many heads, few Mamba groups": Model(hybrid="MMMM", heads=8, groups=8),
-    "tokens further ahead": Model(ahead=1, tied=False),
 }
 ANY = [
     Split(tp=2), Split(tp=3), Split(tp=4), Split(tp=8), Split(pp=2), Split(pp=3), Split(pp=2, vpp=2), Split(pp=4, vpp=2),
@@ -76,8 +75,10 @@ def test_megatron_agrees(name: str) -> None:
     """A layout is refused, by what the model in another one says, exactly if Megatron cannot build the model in it."""
     model = FAMILIES[name]
     for split in [*ANY, *(OF_EXPERTS if model.experts else [])]:
-        if "*" in model.hybrid and split.cp > 1:
+        if ("*" in model.hybrid or model.bert) and split.cp > 1:
             continue  # its attention would need kernels
+        if model.bert and split.vpp > 1:
+            continue  # Megatron's BertModel does not know virtual stages
         sizes = {axis: getattr(split, axis) for axis in ("tp", "pp", "vpp", "cp", "ep")} | {"etp": split.expert_tp}
         said = megatron.misfit_of(_chunks(name), sizes)
         assert (said is None) == _is_built(model, split), (split, said)
@@ -88,7 +89,8 @@ def _is_built(model: Model, split: Split) -> bool:
     for stage in range(split.pp if model.hybrid else 1):  # a Mamba stack leaves layers out without a word
         try:
             with bed.rank_of(split, stage * split.size // split.pp):
-                layers += sum(len(chunk.module.decoder.layers) for chunk in bed.build(model, split)[0])
+                modules = [chunk.module for chunk in bed.build(model, split)[0]]
+                layers += sum(len((module.encoder if model.bert else module.decoder).layers) for module in modules)
         except (AssertionError, ValueError):
             return False
     return not model.hybrid or layers == model.layers
