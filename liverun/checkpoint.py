@@ -295,9 +295,10 @@ class Saver:
                 path = str(self._commit(ground, temporary, step))
         except (OSError, TimeoutError, ValueError, RuntimeError) as error:
             writer.say_failed(temporary, rank, str(error))
+            is_given_up = rank != 0 and not temporary.exists()  # then the error is only of a folder that is gone
+            self._say(step, request, "rank 0 gave it up" if is_given_up else str(error), pause_s)
             if rank == 0:
                 folders.clear_temporary(root, ground.nonce, step)
-            self._say(step, request, str(error), pause_s)
             return
         if rank == 0:
             self._say(step, request, "", pause_s, path=path, write_s=time.perf_counter() - started)

@@ -95,6 +95,18 @@ class _FencedWorld(c10d._World):  # type: ignore[misc]
             here.group_count = value
 
 
+class _Registered(dict[Any, Any]):
+    """torch's groups. One that is made in a thread that sees a generation is noted there, and in no other.
+
+    Several may be prepared at once: one that is given up ends its groups while the next one makes its own.
+    """
+
+    def __setitem__(self, group: Any, value: Any) -> None:
+        super().__setitem__(group, value)
+        if _seen.globals is not None:
+            _seen.globals.groups.append(group)
+
+
 class _QuietTracker:
     """Stands in for Megatron's RNG tracker while a model is built hollow: nothing is drawn, nothing is disturbed."""
 
@@ -171,6 +183,7 @@ def install() -> None:
     registry._pg_coalesce_state = c10d._world.pg_coalesce_state
     registry._comms = c10d._world.comms
     c10d._world = registry
+    c10d._pg_map = _Registered(c10d._pg_map)
     if not has_megatron():
         return
     parallel_state = importlib.import_module(_PARALLEL_STATE)
@@ -209,11 +222,9 @@ def seen_by_this_thread(there: Globals) -> Iterator[None]:
     """Within the block, torch and Megatron in *this thread* act on ``there``; other threads notice nothing."""
     before, hook = _seen.globals, sys.excepthook
     _seen.globals = there
-    known = set(registered_groups())
     try:
         yield
     finally:
-        there.groups.extend(group for group in registered_groups() if group not in known)
         _seen.globals = before
         # init_process_group wraps the hook once more each time; a job has no use for a chain of them
         sys.excepthook = hook

@@ -139,6 +139,27 @@ assert set(fence.registered_groups()) == set(first.groups)
 """)
 
 
+def test_a_preparation_that_is_given_up_ends_its_own_groups_only() -> None:
+    """The next one may be making its groups meanwhile."""
+    run("""
+given_up, is_in, may_end = fence.new_globals(2), threading.Event(), threading.Event()
+def give_up():
+    with fence.seen_by_this_thread(given_up):
+        is_in.set()
+        assert may_end.wait(30)
+thread = threading.Thread(target=give_up)
+thread.start()
+assert is_in.wait(30)
+following = []
+in_thread(lambda: following.append(world(3, Layout())))
+may_end.set()
+thread.join()
+assert given_up.groups == []
+fence.destroy(given_up.groups)
+assert set(fence.registered_groups()) == set(following[0].groups) != set()
+""")
+
+
 def test_routed_functions_keep_their_signature() -> None:
     run("""
 names = inspect.signature(parallel_state.initialize_model_parallel).parameters
