@@ -10,12 +10,13 @@ A mode is local to its thread, as torch's function modes are; the training threa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 SMALL = 1024
 """elements; a tensor below this is built as usual"""
@@ -42,6 +43,7 @@ class Hollow(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
 
     def __init__(self) -> None:
         super().__init__()
+        _install()
         self._hollow_storages: set[int] = set()
 
     def __torch_function__(
@@ -115,6 +117,21 @@ class Hollow(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
                         f"buffer {name} of shape {tuple(buffer.shape)} holds constants that are not part of the "
                         f"model's state and could not be carried over; register it as persistent"
                     )
+
+
+@functools.cache
+def _install() -> None:
+    """Let ``trunc_normal_`` draw nothing either: it draws until all is in range, which what nobody fills never is."""
+    draw = nn.init._no_grad_trunc_normal_
+
+    @functools.wraps(draw)
+    def unless_hollow(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        for mode in _get_current_function_mode_stack():  # of this thread
+            if isinstance(mode, Hollow):
+                return mode._fill(draw.__name__, tensor)
+        return draw(tensor, *args, **kwargs)
+
+    nn.init._no_grad_trunc_normal_ = unless_hollow
 
 
 def _is_large(value: Any) -> bool:
