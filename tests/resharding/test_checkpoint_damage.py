@@ -129,6 +129,16 @@ def crash_at(patch: pytest.MonkeyPatch, point: Point | None, counted: list[Point
     patch.setattr(io, "open", open_)
 
 
+def points_after(first: Path, root: Path, *args: Any, **more: Any) -> list[Point]:
+    """Return every point that a save into a copy of ``first`` passes."""
+    counted: list[Point] = []
+    shutil.copytree(first, root)
+    with pytest.MonkeyPatch.context() as patch:
+        crash_at(patch, None, counted)
+        save(root, *args, **more)
+    return counted
+
+
 def crashes(point: Point, root: Path, *args: Any, **more: Any) -> bool:
     """Save, and die at a point; false if there was none: a file may be synced once or twice."""
     with pytest.MonkeyPatch.context() as patch:
@@ -145,11 +155,7 @@ def test_a_crash_at_any_point_of_a_save_leaves_the_one_before_or_the_new_one(tmp
     """At every call that opens, syncs, renames or removes, and at every seventh of those that write numbers."""
     save(tmp_path / "first", 1)
     seen: set[Any] = set()
-    counted: list[Point] = []
-    shutil.copytree(tmp_path / "first", tmp_path / "none")
-    with pytest.MonkeyPatch.context() as patch:
-        crash_at(patch, None, counted)
-        save(tmp_path / "none", 2, keep_last=1)
+    counted = points_after(tmp_path / "first", tmp_path / "none", 2, keep_last=1)
     assert {"pwrite", "fsync", "rename", "replace", "io.open"} <= {name for name, _ in counted}  # and what ranks say
     points = [(name, times) for name, times in counted if name != "pwrite" or times % 7 == 0]
     assert len(points) > 30
@@ -176,11 +182,7 @@ def test_a_crash_at_any_point_of_saving_a_step_once_more_leaves_the_old_or_the_n
     """A job that came back to the step before saves a step that is there, perhaps as the only one."""
     save(tmp_path / "first", 2)
     seen: set[Any] = set()
-    counted: list[Point] = []
-    shutil.copytree(tmp_path / "first", tmp_path / "none")
-    with pytest.MonkeyPatch.context() as patch:
-        crash_at(patch, None, counted)
-        save(tmp_path / "none", 2, value=5)
+    counted = points_after(tmp_path / "first", tmp_path / "none", 2, value=5)
     last = max(i for i, (name, _) in enumerate(counted) if name == "pwrite")
     crashed = 0
     for number, point in enumerate(counted[last:]):  # before that, nothing that was there is touched
