@@ -32,6 +32,15 @@ def environment(**extra: str) -> dict[str, str]:
     return {**keep, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "NO_COLOR": "1", **extra}
 
 
+def torchrun(*script: str, nproc: int) -> None:
+    """Run a script under torchrun to its end. What it printed is in the failure: torchrun keeps the cause there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *script],
+        env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
 class Launched:
     """A job that runs under ``liverun``, with its run folder and its output in ``folder``."""
 

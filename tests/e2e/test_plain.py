@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from .launch import Launched, environment
+from .launch import Launched, torchrun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -47,11 +45,7 @@ def test_a_plain_script_runs_as_under_torchrun(launch: Callable[..., Launched], 
             job = launch(str(script), str(folder), *arguments, name="plain", nproc=2)
             assert job.finish() == 0, job.output()
         else:
-            subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script),
-                 str(folder), *arguments],
-                check=True, env=environment(), capture_output=True,
-            )
+            torchrun(str(script), str(folder), *arguments, nproc=2)
         answers.append([json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)])
     assert answers[0] == answers[1]
 
@@ -77,11 +71,7 @@ def test_the_same_example_runs_under_torchrun(
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN,
-         *train_arguments(one, steps=10)],
-        check=True, env=environment(), capture_output=True,
-    )
+    torchrun(TRAIN, *train_arguments(one, steps=10), nproc=2)
     job = launch(TRAIN, *train_arguments(two, steps=10), nproc=2)
     assert job.finish() == 0, job.output()
     rows = [[json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()] for folder in (one, two)]

@@ -202,8 +202,9 @@ def test_torchrun_and_liverun_leave_the_same_files_and_give_the_same_variables(b
     theirs, ours = bed.folder / "theirs", bed.folder / "ours"
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words, "--log-dir", str(theirs), script, "theirs.env"],
-        env=bed.environ(), cwd=bed.folder, capture_output=True, text=True, check=True, timeout=120,
+        env=bed.environ(), cwd=bed.folder, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     agent = bed.launch(*words, "--log-dir", str(ours), script, "ours.env")
     assert agent.wait() == 0
     differ = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}  # there in both, of each launcher's own making
