@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common import LARGE, ROOT, TORCHRUN, conditions, environment, num_parameters
 
-SYSTEMS = ("liverun", "torch_dist", "dcp", "dcp_async")
+SYSTEMS = ("liverun", "liverun_last", "torch_dist", "dcp", "dcp_async")
 DEEPSPEED = "deepspeed"
 WORKERS = 2
 
@@ -119,8 +119,8 @@ def work(system: str, action: str, folder_name: str) -> None:
                 state["exp_avg"].normal_()
                 state["exp_avg_sq"].normal_()
                 state["step"].fill_(3)
-    prepare = {"liverun": of_liverun, "torch_dist": of_torch_dist}.get(system, of_dcp)
-    run = prepare(job, args, folder / "saved", action, asynchronous=system == "dcp_async")
+    prepare = {"liverun": of_liverun, "liverun_last": of_liverun, "torch_dist": of_torch_dist}.get(system, of_dcp)
+    run = prepare(job, args, folder / "saved", action, asynchronous=system in ("liverun", "dcp_async"))
     torch.distributed.barrier()
     with ResidentPeak() as peak:
         began = time.perf_counter()
@@ -136,8 +136,8 @@ def work(system: str, action: str, folder_name: str) -> None:
     (folder / f"{action}-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def of_liverun(job, _args, folder: Path, action: str, **_):
-    """As ``liverun run --checkpoint-dir`` does, once the ranks know what each holds."""
+def of_liverun(job, _args, folder: Path, action: str, *, asynchronous: bool):
+    """As ``--checkpoint-dir`` does once the ranks know what each holds; beside the training, or at its end."""
     from liverun.checkpoint import Saver, Settings
     from liverun.switch import Position
 
@@ -148,8 +148,8 @@ def of_liverun(job, _args, folder: Path, action: str, **_):
         return lambda: saver.load(job.world.device) and None
 
     def save():
-        saver.save(Position(step=3, consumed_samples=12))
-        return saver.wait
+        saver.save(Position(step=3, consumed_samples=12), is_last=not asynchronous)
+        return saver.wait if asynchronous else None
 
     return save
 

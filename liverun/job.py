@@ -209,7 +209,7 @@ class Job:
             if self._saver is not None:
                 if stopped.save and not self._saver.has(self.next_step):
                     self.wait_until_whole()
-                    self._saver.save(self._position())
+                    self._saver.save(self._position(), is_last=True)
                 self._saver.wait()  # here: an interpreter that ends gives its writer no more threads
             print(f"liverun: worker {worker.name} ends: {stopped}", file=sys.stderr)
             raise SystemExit(0) from None

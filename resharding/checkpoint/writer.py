@@ -148,13 +148,13 @@ def _rounded(nbytes: int) -> int:
 
 
 def live_parts(share: Share, holding: Holding) -> Iterator[Part]:
-    """Yield a rank's share as views of the state itself, where it lies on the CPU and in C order, else as copies.
+    """Yield a rank's share as views of the state itself, where it lies on the CPU, else as copies.
 
     Whoever drops each part before the next has one copy at a time.
     """
     for cut in share.cuts:
         piece = holding.pieces[cut.piece]
-        data = bits_of_tensor(cut_of(piece.view(), cut).contiguous().cpu())
+        data = bits_of_tensor(cut_of(piece.view(), cut).cpu())
         yield Part(key=piece.box.key, offset=_global(piece.box, cut), data=data)
 
 

@@ -35,8 +35,8 @@ def test_a_save_goes_on_beside_the_training_and_the_next_one_waits_for_it(
 ) -> None:
     """The second copy is made only once the first one is written: there is one at a time."""
     happened: list[str] = []
-    may_write = {1: threading.Event(), 2: threading.Event()}
-    begun = {1: threading.Event(), 2: threading.Event()}
+    may_write = {step: threading.Event() for step in (1, 2, 3)}
+    begun = {step: threading.Event() for step in (1, 2, 3)}
 
     def write_share(temporary: Path, _design: object, _rank: int, _parts: object, small: dict, **_options: object) -> None:
         begun[small["step"]].set()
@@ -45,6 +45,7 @@ def test_a_save_goes_on_beside_the_training_and_the_next_one_waits_for_it(
 
     monkeypatch.setattr(checkpoint.writer, "write_share", write_share)
     monkeypatch.setattr(checkpoint.writer, "snapshot", lambda *_: happened.append("copied") or [])
+    monkeypatch.setattr(checkpoint.writer, "live_parts", lambda *_: happened.append("looked at") or [])
     monkeypatch.setattr(checkpoint.rng, "capture", dict)
     monkeypatch.setattr(checkpoint, "described", lambda _: {})
     for name in ("settle", "materialize_optimizer_state", "common_state", "group_settings"):
@@ -73,3 +74,6 @@ def test_a_save_goes_on_beside_the_training_and_the_next_one_waits_for_it(
     may_write[2].set()
     saver.end()
     assert happened == ["copied", "written 1", "copied", "written 2"]
+    may_write[3].set()
+    saver.save(Position(step=3, consumed_samples=24), is_last=True)  # nothing is copied, and it is waited for
+    assert happened[4:] == ["looked at", "written 3"]

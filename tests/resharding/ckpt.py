@@ -39,7 +39,8 @@ def save(root: Path, ranks: Sequence[Rank], step: int = 1, *, vocab_size: int | 
     temporary = root / folder.temporary_name(step, NONCE)
     for number in reversed(range(len(ranks))):
         share = writer.share_of(number, listings, hosts, whole)
-        parts = writer.snapshot(share, ranks[number].holding)
+        take = writer.live_parts if number % 2 else writer.snapshot  # a last save copies nothing
+        parts = list(take(share, ranks[number].holding))
         writer.write_share(temporary, plan, number, parts, {"rank": number}, one_disk=len(ranks) > 2)
 
     def meta_of(said):
