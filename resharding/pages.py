@@ -7,16 +7,14 @@ could be freed. Its pages can.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from resharding.boxes import Holding
-
-_DONTNEED = 4
-"""``MADV_DONTNEED`` of Linux"""
 
 
 class PageReturner:
@@ -36,8 +34,6 @@ class PageReturner:
                 self._stretches |= dict.fromkeys(stretch.left, stretch)
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
-        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self.num_bytes = 0
         """given back so far"""
 
@@ -71,9 +67,32 @@ class PageReturner:
         first = max(_up(low), start // mmap.PAGESIZE * mmap.PAGESIZE)
         last = min(high // mmap.PAGESIZE * mmap.PAGESIZE, _up(end))
         if first < last:
-            if self._madvise(first, last - first, _DONTNEED):
-                raise OSError(ctypes.get_errno(), f"memory of {last - first} bytes could not be given back")
+            _give_back(first, last)
             self.num_bytes += last - first
+
+
+def let_go(mapped: torch.Tensor) -> None:
+    """Take the storage of a tensor out of memory that is a file's, mapped for itself alone and never written to.
+
+    It is read from the file again when it is used. Raises ``OSError`` if the system refuses.
+    """
+    storage = mapped.untyped_storage()
+    if storage.nbytes():
+        # whole pages, also those it shares with its neighbours in the file: nothing is lost
+        _give_back(_up(storage.data_ptr() + 1) - mmap.PAGESIZE, _up(storage.data_ptr() + storage.nbytes()))
+
+
+def _give_back(first: int, last: int) -> None:
+    """Give back the pages from one address up to another."""
+    if _madvise()(first, last - first, mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), f"memory of {last - first} bytes could not be given back")
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
+    found = ctypes.CDLL(None, use_errno=True).madvise
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return found
 
 
 @dataclass

@@ -3,7 +3,8 @@
 Every data parallel rank has a file with its part of flat vectors, and every model parallel rank one that names the
 parameters in them. Stages 1 and 2 cut a vector of whole parameters (with padding behind each) into equal parts; stage
 3 cuts every parameter by itself, also those that are not trained. Files are mapped, so that only what is read is in
-memory. Where weights lie in files of their own, those of pipeline layers and of experts, see ``deepspeed_layers``.
+memory, and it is let go of after each tensor. Where weights lie in files of their own, those of pipeline layers and
+of experts, see ``deepspeed_layers``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from resharding.checkpoint.patterns import Pattern, Patterns, from_deepspeed, re
 from resharding.checkpoint.universal import groups_of, meta_of
 from resharding.checkpoint.unpickled import load_torch
 from resharding.listing import Tensor
+from resharding.pages import let_go
 
 _NAME = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
@@ -155,6 +157,20 @@ class _Slice:
             raise BadCheckpoint(f"{kind}/{name} has {whole.numel()} of its {numel} elements; files are missing")
         return whole[:numel].reshape(where.shape)
 
+    def let_go(self, kind: str, name: str) -> None:
+        """Take out of memory what has been read of a parameter; to read it again is no error."""
+        if isinstance(weight := self.module.get(name), torch.Tensor):
+            let_go(weight)
+        if name in self.frozen:
+            for fragment in self.frozen[name].fragments:
+                let_go(fragment)
+        if name in self.ranges:
+            group = self.ranges[name].group
+            for each in {kind, "main"} & self.flat.keys():
+                for vectors in self.flat[each] if self.stage3 else [self.flat[each][group]]:
+                    for vector in vectors:
+                        let_go(vector)
+
 
 def _is_flat(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 1
@@ -244,6 +260,13 @@ class DeepSpeedSource:
     def parts(self, key: str) -> Iterator[Part]:
         """Yield a tensor's numbers, one tensor parallel rank's after the other. Raises ``BadCheckpoint``."""
         kind, _, name = key.partition("/")
+        try:
+            yield from self._parts(key, kind, name)
+        finally:
+            for each in self._slices:
+                each.let_go(kind, name)
+
+    def _parts(self, key: str, kind: str, name: str) -> Iterator[Part]:
         if all(name not in each.ranges for each in self._slices):
             value = self._untrained()[name]
             yield _part(key, (), value.read() if isinstance(value, _Frozen) else value)

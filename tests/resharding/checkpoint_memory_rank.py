@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from launcher.checkpoint import buffers_of
 from liverun.memory import ResidentPeak
 from resharding import megatron  # noqa: F401 - conversions import it when they run
 from resharding.boxes import DTYPE_SIZES_BYTES, Box, Holding, Piece
 from resharding.checkpoint import reader
 from resharding.checkpoint.convert import convert
+from resharding.checkpoint.deepspeed import DeepSpeedSource
 from resharding.checkpoint.folder import fresh_nonce
 from resharding.checkpoint.format import Meta
 from resharding.checkpoint.fused import gate_up
@@ -102,6 +104,12 @@ def main() -> None:
     def back(layers: int) -> None:
         convert(MegatronSource(folder / f"theirs{layers}"), folder / fresh_nonce())
 
+    def buckets(layers: int) -> None:
+        convert(MegatronSource(folder / f"buckets{layers}", buffers_of=buffers_of), folder / fresh_nonce())
+
+    def zero(layers: int) -> None:
+        convert(DeepSpeedSource(folder / f"zero{layers}", model={}, patterns={}), folder / fresh_nonce())
+
     def read(layers: int) -> None:
         with Checkpoint.open(folder / f"ours{layers}") as checkpoint:
             assert reader.read_into(checkpoint, held[layers]) == held[layers].nbytes
@@ -110,7 +118,7 @@ def main() -> None:
         with Checkpoint.open(convert(Made(layers), folder / f"ours{layers}").path) as checkpoint:
             write_megatron(checkpoint, folder / f"theirs{layers}")
     found = {}
-    for work in (make, write, back, read):
+    for work in (make, write, back, buckets, zero, read):
         found[work.__name__] = [peak_of(work, layers) for layers in (FEW, MANY)]
     print(json.dumps(found))
 

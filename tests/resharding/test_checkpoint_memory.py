@@ -6,18 +6,35 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from checkpoint_memory_rank import LARGEST
+import deepspeed_made
+import torch
+from bed import Model, Split
+from checkpoint_memory_rank import FEW, LARGEST, MANY, NAMES, SHAPE
+from test_checkpoint_buckets import saved
 
 from resharding.checkpoint.files import STAGING_BYTES
 
 HERE = Path(__file__).parent
-AT_MOST = {"make": 2 * LARGEST, "write": 3 * LARGEST, "back": 5 * LARGEST, "read": 3 * STAGING_BYTES}
-"""From any source to ours; from ours to torch_dist; from that; and into the places of a layout."""
+AT_MOST = {
+    "make": 2 * LARGEST, "write": 3 * LARGEST, "back": 5 * LARGEST, "buckets": 5 * LARGEST, "zero": 4 * LARGEST,
+    "read": 3 * STAGING_BYTES,
+}  # fmt: skip
+"""From any source to ours; from ours to torch_dist; from that, from its ``dp_reshardable``, and from ZeRO's files; and
+into the places of a layout."""
+IN_BUCKETS = Model(hidden=SHAPE[1], ffn=SHAPE[0] // 2, bucket=None)
+"""its largest tensor is as large, and one bucket has all of them"""
 
 
 def test_one_tensor_is_in_memory_at_a_time_however_many_there_are(tmp_path: Path) -> None:
+    for layers in (FEW, MANY):
+        theirs = tmp_path / f"saved{layers}"
+        theirs.mkdir()
+        saved(theirs, replace(IN_BUCKETS, layers=layers), Split()).rename(tmp_path / f"buckets{layers}")
+        names = [f"decoder.layers.{layer}.{name}.weight" for layer in range(layers) for name in NAMES]
+        deepspeed_made.make(tmp_path / f"zero{layers}", {name: [torch.ones(SHAPE)] for name in names}, {})
     words = [sys.executable, "-W", "ignore", str(HERE / "checkpoint_memory_rank.py"), str(tmp_path)]
     environ = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "MALLOC_MMAP_THRESHOLD_": "65536",
