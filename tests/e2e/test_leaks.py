@@ -72,6 +72,8 @@ NUM_RESTARTS = 5
 MAX_RESTARTS = 15
 NUM_SETTLING = 5
 """steps after which nothing changes any more"""
+WRITING = {"liverun-checkpoint-write", "liverun-checkpoint-sync"}
+"""threads that are there as long as a checkpoint is being written"""
 
 
 def test_a_process_that_lives_through_restarts_keeps_nothing_of_them(
@@ -116,5 +118,5 @@ def test_a_process_that_lives_through_restarts_keeps_nothing_of_them(
     for name, slack in (("groups", 1), ("threads", 1), ("descriptors", 1), ("tensors", 1), ("resident", 1.1)):
         numbers = [row[name] for row in settled]
         assert min(numbers[-3:]) <= max(numbers[:3]) * slack, f"{name} grow: {numbers}"
-    first, last = (set(row["python_threads"]) - {"liverun-checkpoint-write"} for row in (settled[0], settled[-1]))
+    first, last = (set(row["python_threads"]) - WRITING for row in (settled[0], settled[-1]))
     assert first == last
