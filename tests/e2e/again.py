@@ -6,7 +6,6 @@ Into ``OUT/resources.jsonl``: what the process holds, at every step. Who prepare
 ``OUT/builds-GENERATION-RANK``, and what will be rank 1 never comes to its end.
 """
 
-import gc
 import os
 import sys
 import threading
@@ -15,12 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "examples" / "gpt"))
 
-import torch  # noqa: E402
 import train  # noqa: E402
+from held import resources  # noqa: E402
 from model import build_model, build_optimizer  # noqa: E402
 
 import liverun  # noqa: E402
-from liverun import fence  # noqa: E402
 
 OUT = Path(sys.argv.pop(1))
 
@@ -51,20 +49,15 @@ def main():
                 train.train_step(args, job.training, dataset, step)
             except Exception as error:  # noqa: BLE001
                 print(f"step {step.index} swallows {type(error).__name__}", file=sys.stderr, flush=True)
-            train.append_line(OUT / "resources.jsonl", resources(step.world.generation))
+            train.append_line(OUT / "resources.jsonl", look(step.world.generation))
 
 
-def resources(generation):
-    gc.collect()
+def look(generation):
     status = Path("/proc/self/status").read_text().splitlines()
     return {
         "generation": generation,
         "pid": os.getpid(),
-        "groups": len(fence.registered_groups()),
-        "threads": len(list(Path("/proc/self/task").iterdir())),
-        "python_threads": sorted(thread.name for thread in threading.enumerate()),
-        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-        "tensors": sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()),
+        **resources(),
         "resident": next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")),
     }
 

@@ -25,7 +25,6 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
 """
 
 import atexit
-import gc
 import json
 import os
 import signal
@@ -42,6 +41,7 @@ import oracle  # noqa: E402
 import torch  # noqa: E402
 import train  # noqa: E402
 from damage import Damages  # noqa: E402
+from held import resources  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 import liverun  # noqa: E402
@@ -158,17 +158,6 @@ class Probe:
         optimizer = self.job.training.optimizer
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             yield from part.optimizer.state.values()
-
-    def resources(self):
-        """What a change of world must not leave behind."""
-        gc.collect()
-        return {
-            "groups": len(fence.registered_groups()),
-            "threads": len(list(Path("/proc/self/task").iterdir())),
-            "python_threads": sorted(thread.name for thread in threading.enumerate()),
-            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-            "tensors": sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()),
-        }
 
 
 def resident(field):
@@ -287,13 +276,13 @@ def main():
 
     def train_step(*arguments):
         step = arguments[-1]
-        probe, pace = probes[0], OPTIONS.get("steps_per_change")
+        pace = OPTIONS.get("steps_per_change")
         if pace and step.world.generation - 1 < step.index / pace and not Path(OPTIONS.get("hurry", "-")).exists():
             time.sleep(1.0)
         if OPTIONS.get("resources"):
             train.append_line(
                 OUT / "resources.jsonl",
-                {"step": step.index, "generation": step.world.generation, "pid": os.getpid(), **probe.resources()},
+                {"step": step.index, "generation": step.world.generation, "pid": os.getpid(), **resources()},
             )
         return real_train_step(*arguments)
 
