@@ -23,6 +23,7 @@ import torch
 from liverun import device as devices
 from liverun import fence, first, groups, messages, rng
 from liverun.checkpoint import Saver, Settings
+from liverun.ending import let_gloo_finish
 from liverun.gate import Stopped
 from liverun.late import LateState, NotWhole
 from liverun.layout import Layout
@@ -383,6 +384,7 @@ def join(
         job = Job(
             standing=standing, device=device, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size
         )
+        atexit.register(let_gloo_finish)
         atexit.register(job._leave)
         if settings is not None:
             job._saver = Saver(settings)

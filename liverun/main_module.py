@@ -5,6 +5,7 @@ Nothing here imports torch or the launcher.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import io
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from liverun.calls import run_call
+from liverun.ending import let_gloo_finish
 
 
 def run_as_main(
@@ -35,6 +37,7 @@ def run_as_main(
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     vars(main)["__builtins__"] = builtins
+    atexit.register(let_gloo_finish)  # first, so that it is the last to run
     try:
         if mode == "function":
             run_call(*argv)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .launch import Launched, torchrun
+from .launch import Launched, read_lines, torchrun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -45,7 +45,8 @@ def test_a_plain_script_runs_as_under_torchrun(launch: Callable[..., Launched], 
             job = launch(str(script), str(folder), *arguments, name="plain", nproc=2)
             assert job.finish() == 0, job.output()
         else:
-            torchrun(str(script), str(folder), *arguments, nproc=2)
+            said = torchrun(str(script), str(folder), *arguments, nproc=2)
+            assert len(list(folder.glob("*.json"))) == 2, said
         answers.append([json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)])
     assert answers[0] == answers[1]
 
@@ -71,7 +72,8 @@ def test_the_same_example_runs_under_torchrun(
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    torchrun(TRAIN, *train_arguments(one, steps=10), nproc=2)
+    said = torchrun(TRAIN, *train_arguments(one, steps=10), nproc=2)
+    assert len(read_lines(one / "loss.jsonl")) == 10, said
     job = launch(TRAIN, *train_arguments(two, steps=10), nproc=2)
     assert job.finish() == 0, job.output()
     rows = [[json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()] for folder in (one, two)]
