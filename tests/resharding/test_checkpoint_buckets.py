@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import Model, Split
+from forked import run_forked
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from test_checkpoint_megatron import stack, state_of, wrong
@@ -57,16 +57,10 @@ def arguments_of(model: Model, split: Split) -> dict:
 
 
 def saved(folder: Path, model: Model, split: Split) -> Path:
-    """Have a world of real ranks save; they are forked from this process, which has imported everything."""
+    """Have a world of real ranks save."""
     path = folder / "iter_0000007"
     path.mkdir()
-    forked = multiprocessing.get_context("fork")
-    ranks = [forked.Process(target=save_rank, args=(folder, path, model, split, rank)) for rank in range(split.size)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-        assert rank.exitcode == 0
+    run_forked(save_rank, [(folder, path, model, split, rank) for rank in range(split.size)])
     return path
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_forked
 
 from resharding.checkpoint import folder
 from resharding.checkpoint.files import Files, lay_out
@@ -40,14 +41,8 @@ def test_parts_of_rows_written_by_several_at_once_make_up_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("resharding.checkpoint.files.STAGING_BYTES", 700)  # blocks that begin at other rows
-    forked = multiprocessing.get_context("fork")
-    together = forked.Barrier(len(BOXES))
-    peers = [forked.Process(target=write, args=(tmp_path, *box, together.wait)) for box in BOXES]
-    for peer in peers:
-        peer.start()
-    for peer in peers:
-        peer.join(60)
-        assert peer.exitcode == 0
+    together = multiprocessing.get_context("fork").Barrier(len(BOXES))
+    run_forked(write, [(tmp_path, *box, together.wait) for box in BOXES])
     assert np.array_equal(content(tmp_path), WHOLE)
     assert (tmp_path / ENTRY.file).stat().st_size == ENTRY.begin + ENTRY.nbytes
 

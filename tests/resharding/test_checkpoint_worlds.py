@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import Model, Split
+from forked import run_forked
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from test_checkpoint_megatron import CONFIG, keep_steps, stack, state_of, wrong
@@ -34,18 +34,8 @@ WORLDS = {
 
 
 def in_ranks(folder: Path, model: Model, split: Split, body: Callable[..., None]) -> None:
-    """Run ``body(model, split)`` in each rank of a real world; they are forked from this process."""
-    forked = multiprocessing.get_context("fork")
-    ranks = [forked.Process(target=one_rank, args=(folder, model, split, rank, body)) for rank in range(split.size)]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(120)
-            assert rank.exitcode == 0
-    finally:
-        for rank in ranks:
-            rank.kill()
+    """Run ``body(model, split)`` in each rank of a real world."""
+    run_forked(one_rank, [(folder, model, split, rank, body) for rank in range(split.size)])
 
 
 def one_rank(folder: Path, model: Model, split: Split, rank: int, body: Callable[..., None]) -> None:
