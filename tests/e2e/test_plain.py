@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .launch import Launched, read_lines, torchrun
+from .launch import Launched, torchrun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -45,8 +45,10 @@ def test_a_plain_script_runs_as_under_torchrun(launch: Callable[..., Launched], 
             job = launch(str(script), str(folder), *arguments, name="plain", nproc=2)
             assert job.finish() == 0, job.output()
         else:
-            said = torchrun(str(script), str(folder), *arguments, nproc=2)
-            assert len(list(folder.glob("*.json"))) == 2, said
+            done = torchrun(str(script), str(folder), *arguments, nproc=2)
+            # torch 2.13 aborts, now and then, an interpreter that ends while a thread of gloo drops the last tensors;
+            # see liverun/ending.py, which this one has not
+            assert done.returncode == 0 or "(SIGABRT)" in done.stdout, done.stdout
         answers.append([json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)])
     assert answers[0] == answers[1]
 
@@ -72,8 +74,8 @@ def test_the_same_example_runs_under_torchrun(
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    said = torchrun(TRAIN, *train_arguments(one, steps=10), nproc=2)
-    assert len(read_lines(one / "loss.jsonl")) == 10, said
+    done = torchrun(TRAIN, *train_arguments(one, steps=10), nproc=2)
+    assert done.returncode == 0, done.stdout
     job = launch(TRAIN, *train_arguments(two, steps=10), nproc=2)
     assert job.finish() == 0, job.output()
     rows = [[json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()] for folder in (one, two)]
