@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import Model, Split
-from forked import run_forked
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from processes import run_all
 from test_checkpoint_megatron import stack, state_of, wrong
 
 from launcher.checkpoint import _model_of
@@ -60,7 +60,7 @@ def saved(folder: Path, model: Model, split: Split) -> Path:
     """Have a world of real ranks save."""
     path = folder / "iter_0000007"
     path.mkdir()
-    run_forked(save_rank, [(folder, path, model, split, rank) for rank in range(split.size)])
+    run_all(save_rank, [(folder, path, model, split, rank) for rank in range(split.size)])
     return path
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import multiprocessing
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import run_forked
+from processes import CONTEXT, run_all
 
-from resharding.checkpoint import folder
+from resharding.checkpoint import files, folder
 from resharding.checkpoint.files import Files, lay_out
 
 SHAPE = (3, 2000, 30)
@@ -20,29 +20,31 @@ WHOLE = np.arange(1, 3 * 2000 * 30 + 1, dtype=np.uint32).reshape(SHAPE)
 
 
 def write(folder: Path, columns: tuple[int, int], rows: tuple[int, int], begin=lambda: 0) -> None:
-    with Files(folder, writing=True, one_disk=True) as files:
+    with Files(folder, writing=True, one_disk=True) as opened:
         box = WHOLE[:, rows[0] : rows[1], columns[0] : columns[1]]
         if begin() == 0:  # one of them, while the others have begun
-            files.create(ENTRY.file, HEADERS[ENTRY.file], ENTRY.begin + ENTRY.nbytes)
-        files.write(ENTRY, (0, rows[0], columns[0]), np.ascontiguousarray(box))
+            opened.create(ENTRY.file, HEADERS[ENTRY.file], ENTRY.begin + ENTRY.nbytes)
+        opened.write(ENTRY, (0, rows[0], columns[0]), np.ascontiguousarray(box))
 
 
 def content(folder: Path) -> np.ndarray:
-    with Files(folder) as files:
+    with Files(folder) as opened:
         found = np.zeros(SHAPE, dtype=np.uint32)
-        files.read(ENTRY, (0, 0, 0), found)
+        opened.read(ENTRY, (0, 0, 0), found)
         return found
 
 
 BOXES = [((0, 7), (0, 2000)), ((7, 8), (0, 2000)), ((8, 30), (0, 13)), ((8, 30), (13, 2000))]
 
 
-def test_parts_of_rows_written_by_several_at_once_make_up_the_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("resharding.checkpoint.files.STAGING_BYTES", 700)  # blocks that begin at other rows
-    together = multiprocessing.get_context("fork").Barrier(len(BOXES))
-    run_forked(write, [(tmp_path, *box, together.wait) for box in BOXES])
+def write_in_blocks(folder: Path, columns: tuple[int, int], rows: tuple[int, int], together: Barrier) -> None:
+    files.STAGING_BYTES = 700  # blocks that begin at other rows
+    write(folder, columns, rows, together.wait)
+
+
+def test_parts_of_rows_written_by_several_at_once_make_up_the_rows(tmp_path: Path) -> None:
+    together = CONTEXT.Barrier(len(BOXES))
+    run_all(write_in_blocks, [(tmp_path, *box, together) for box in BOXES])
     assert np.array_equal(content(tmp_path), WHOLE)
     assert (tmp_path / ENTRY.file).stat().st_size == ENTRY.begin + ENTRY.nbytes
 
