@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from processes import run_ranks
 
 PREAMBLE = """
-import os, threading, inspect
+import os, sys, threading, inspect
 from datetime import timedelta
 import torch, torch.distributed as dist
 from liverun import device, fence, groups
@@ -39,8 +36,8 @@ def in_thread(call):
 def run(code: str, num_ranks: int = 1) -> None:
     """Run ``code`` in fresh processes; every rank has ``rank``, ``size`` and a ``store``."""
     head = PREAMBLE + (
-        "rank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n"
-        "store = dist.TCPStore('127.0.0.1', int(os.environ['PORT']), is_master=False, timeout=LIMIT)\n"
+        "rank, size, port = map(int, sys.argv[1:])\n"
+        "store = dist.TCPStore('127.0.0.1', port, is_master=False, timeout=LIMIT)\n"
         "def world(generation, layout):\n"
         "    there = fence.new_globals(generation)\n"
         "    groups.open_world(there, layout=layout, device=cpu, timeout=LIMIT,\n"
@@ -50,20 +47,7 @@ def run(code: str, num_ranks: int = 1) -> None:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", head + code],
-            env={
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "PORT": str(store.port),
-                "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-            },
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 0, said
+    run_ranks(("-c", head + code, rank, num_ranks, store.port) for rank in range(num_ranks))
 
 
 @pytest.mark.e2e

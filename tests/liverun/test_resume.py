@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "resharding"))
 import foreign as other
@@ -148,22 +147,8 @@ def told_by_ranks(folder: Path) -> list[dict[str, Any]]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "load_rank.py"), str(rank), str(folder), str(port)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for rank, (_, errors) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, errors[-4000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    outputs = run_ranks(((HERE / "load_rank.py", rank, folder, port) for rank in range(2)), limit_s=240.0)
+    return [json.loads(out.splitlines()[-1]) for out in outputs]
 
 
 @pytest.mark.e2e

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_ranks
 
 from resharding.boxes import Box, Holding, Piece, flat_range_boxes
 from resharding.checkpoint import reader
@@ -40,18 +41,8 @@ def trained(folder: Path, stage: int, kind: str = "plain", size: int = 2) -> Pat
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     path = folder / f"{kind}{stage}"
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    words = [str(stage), str(port), str(path), kind]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "deepspeed_rank.py"), str(rank), str(size), *words], env=environ,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    for rank in ranks:
-        said, _ = rank.communicate(timeout=240)
-        assert rank.returncode == 0, said[-3000:]
+    script = HERE / "deepspeed_rank.py"
+    run_ranks(((script, rank, size, stage, port, path, kind) for rank in range(size)), limit_s=240.0)
     return path
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from families import MODELS
 from family_rank import SIZE
+from processes import run_ranks
 
 SHORT = ("experts", "Mamba, attention, MLP", "latent attention")
 
@@ -27,21 +25,8 @@ def test_families_move_between_real_processes(
     seed = request.config.getoption("--pairs-seed")
     seed = 17 if seed is None else seed
     script = Path(__file__).with_name("family_rank.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), str(rank), str(tmp_path / "store"), str(seed), *names],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(SIZE)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=600) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * SIZE, outputs
-    found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    outputs = run_ranks(((script, rank, tmp_path / "store", seed, *names) for rank in range(SIZE)), limit_s=600.0)
+    found = [json.loads(out.splitlines()[-1]) for out in outputs]
     print({name: row["pair"] for name, row in found[0].items()}, f"--pairs-seed {seed}")
     for told in found:
         assert {name: row["wrong"] for name, row in told.items()} == {name: [] for name in names}

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import oracle
 import pytest
 import torch
+from processes import run_ranks
 
 
 @pytest.mark.e2e
@@ -15,20 +13,7 @@ import torch
 def test_training_state_moves_between_real_worlds(dtype, tmp_path):
     """Train at tp=2, move to dp=2, train, move back to tp=2: the state equal bit for bit, the loss up to rounding."""
     script = Path(__file__).with_name("megatron_rank.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), str(rank), "2", str(tmp_path), dtype],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    run_ranks((script, rank, 2, tmp_path, dtype) for rank in range(2))
     for number in (1, 2):
         was = oracle.merge(tmp_path / f"before{number}.{rank}" for rank in range(2))
         now = oracle.merge(tmp_path / f"after{number}.{rank}" for rank in range(2))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import mmap
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import memory
 import pytest
 import torch
 from memory_rank import CASES
+from processes import run_ranks
 
 from resharding.assign import layer_of
 from resharding.boxes import Box, Holding, Piece
@@ -31,21 +29,7 @@ PAGES = 16 * mmap.PAGESIZE
 
 def _run(case: str, folder: Path, mode: str) -> list[dict]:
     script = Path(__file__).with_name("memory_rank.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), str(rank), case, str(folder), mode],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    found = [json.loads(out) for out, _ in outputs]
+    found = [json.loads(out) for out in run_ranks((script, rank, case, folder, mode) for rank in range(2))]
     print(json.dumps({case: found}))
     return found
 

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import greenlet
 import memory
 import pytest
 import torch
+from processes import run_ranks
 
 from resharding import stream
 from resharding.boxes import DTYPE_SIZES_BYTES, Box, Holding, Piece
@@ -191,17 +189,4 @@ def test_names_and_sizes_of_element_types_are_those_of_torch():
 def test_gloo_carries_every_plan(num_ranks, tmp_path):
     """Real processes, one group of their own and no default group, several plans in a row."""
     script = Path(__file__).with_name("gloo_rank.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(num_ranks), str(tmp_path / "store")],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(num_ranks)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=90)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * num_ranks, outputs
+    run_ranks((script, rank, num_ranks, tmp_path / "store") for rank in range(num_ranks))
