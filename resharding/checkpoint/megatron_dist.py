@@ -358,7 +358,7 @@ def _meta(
     settings: dict[str, Any] = {}
     for group in _groups(optimizer):
         if "wd_mult" in group:
-            name = megatron._group_name(group)
+            name = megatron.group_name(group)
             fields = {field: group[field] for field in megatron.SCHEDULED_FIELDS if field in group}
             groups[name] = {**fields, "step": float(group.get("step", step))}
             settings[name] = {key: value for key, value in group.items() if key not in ("params", "step")}

@@ -34,7 +34,7 @@ def fused_in(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Fused]:
             if getattr(config, "gated_linear_unit", False):
                 gated.update(id(param) for param in _first_matrix(module))
     found: dict[str, Fused] = {}
-    for part in megatron._placed(model_chunks):
+    for part in megatron.placed_parts(model_chunks):
         name, shape = part.key, part.global_shape
         owner = id(part.owner)
         if owner in attentions:
@@ -53,7 +53,7 @@ def described(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Return what a model's configuration says that its tensors do not, as JSON: for tools that read checkpoints."""
     found: dict[str, Any] = {}
     for chunk in model_chunks:
-        module = megatron._unwrapped(chunk)
+        module = megatron.unwrapped(chunk)
         for holder, names in ((getattr(module, "config", None), CONFIG_FIELDS), (module, MODULE_FIELDS)):
             for name in names:
                 value = getattr(holder, name, None)
@@ -75,7 +75,7 @@ def buffers_in(model_chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[
     Raises ``megatron.Unsupported`` for an optimizer that is not Megatron's distributed one.
     """
     parts: dict[int, list[Any]] = defaultdict(list)
-    for part in megatron._placed(model_chunks):
+    for part in megatron.placed_parts(model_chunks):
         parts[id(part.owner)].append(part)
     leaves = [leaf for leaf in getattr(optimizer, "chained_optimizers", [optimizer]) if leaf is not None]
     found = []

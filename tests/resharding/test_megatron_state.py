@@ -292,11 +292,11 @@ def test_parts_of_a_factory_are_found_in_the_parameter_and_in_flat_ranges(cut, v
         piece.view().add_(100)  # it is the parameter itself
     assert torch.equal(module.weight, torch.arange(12.0).view(3, 4) + 100)
     numbers = torch.arange(12.0)
-    for part, tensor in zip(megatron._placed([module]), cut(numbers.view(3, 4)), strict=True):
+    for part, tensor in zip(megatron.placed_parts([module]), cut(numbers.view(3, 4)), strict=True):
         for first in range(12):
             for last in range(first, 13):
                 seen = torch.zeros(tensor.shape, dtype=torch.bool)
-                for start, shape in megatron._boxes_in_range(part, first, last):
+                for start, shape in megatron.boxes_in_range(part, first, last):
                     view = part.accessor(lambda first=first, last=last: numbers[first:last], first, start, shape)()
                     inner, marks = tensor, seen
                     for axis, (at, size) in enumerate(zip(start, shape, strict=True)):
