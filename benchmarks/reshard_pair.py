@@ -22,7 +22,8 @@ from liverun.memory import ResidentPeak  # noqa: E402
 from resharding import megatron  # noqa: E402
 from resharding.boxes import Box, Holding, Piece  # noqa: E402
 from resharding.plan import plan_for  # noqa: E402
-from resharding.stream import ProcessGroupTransport, execute  # noqa: E402
+from resharding.stream import execute  # noqa: E402
+from resharding.transport import ProcessGroupTransport  # noqa: E402
 
 MIB = 1 << 20
 ROUNDS = 5

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, cast, get_args
 
-from resharding.stream import Verify
+from resharding.verify import Verify
 
 Keep = Literal["auto", "always", "never"]
 Defer = Literal["nothing", "optimizer"]

@@ -29,6 +29,7 @@ from liverun.changes import Choice
 from liverun.reasons import in_short
 from resharding import boxes, megatron, stream
 from resharding.plan import RankPlan
+from resharding.transport import ProcessGroupTransport
 
 GUARDED = (
     "step", "step_with_ready_grads", "prepare_grads", "state_dict", "load_state_dict", "sharded_state_dict",
@@ -125,7 +126,7 @@ class LateState:
         try:
             group = self.bridge.default_pg
             stream.execute(
-                self.plan, self.source, self.target, stream.ProcessGroupTransport(group, self.device),
+                self.plan, self.source, self.target, ProcessGroupTransport(group, self.device),
                 self.choice.staging_bytes, verify=self.choice.verify,
             )  # fmt: skip
             if not groups.vote(group, yes=True, device=self.device):

@@ -6,6 +6,14 @@ from collections import deque
 
 import torch
 
+ALIGN_BYTES = 16
+"""Every part, and every slice in a message, starts at a multiple of this, so that it can be read as its own type."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the next place, from ``num_bytes`` on, where any element type may lie."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
 
 class Staging:
     """A buffer whose parts are taken one after the other and given back in the same order."""
@@ -35,13 +43,9 @@ class Staging:
     def _start_of(self, num_bytes: int) -> int | None:
         if not self._taken:
             return 0
-        first, last = self._taken[0][0], -(-self._taken[-1][1] // ALIGN_BYTES) * ALIGN_BYTES
+        first, last = self._taken[0][0], aligned(self._taken[-1][1])
         if last > first:  # what is free lies behind the last and before the first
             if last + num_bytes <= self._buffer.numel():
                 return last
             last = 0
         return last if last + num_bytes <= first else None
-
-
-ALIGN_BYTES = 16
-"""Every part, and every slice in a message, starts at a multiple of this, so that it can be read as its own type."""

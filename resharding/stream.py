@@ -28,82 +28,23 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import torch
-from torch.distributed import ProcessGroup
 
-from resharding.boxes import Box, Holding, flat_range_boxes
+from resharding.boxes import Holding, flat_range_boxes
 from resharding.coverage import check_coverage
-from resharding.digest import bound, digest
-from resharding.plan import Copy, Cut, Fill, RankPlan, Transfer
-from resharding.staging import ALIGN_BYTES, Staging
+from resharding.plan import Cut, RankPlan
+from resharding.slots import DIGEST_BYTES, FIRST_LAYER, Layers, Message, Part, Slot, digest_slots, slots_with
+from resharding.staging import ALIGN_BYTES, Staging, aligned
+from resharding.transport import Transport, Work
+from resharding.verify import Checks, Verify
 
 NUM_CHUNKS = 4
 """The staging holds two of the largest messages to send, and two that arrive."""
 WINDOW = 16
 """Slots under way at most."""
-DIRECT_BYTES = 256 * 1024
-"""A slice of at least this size is a message of its own, and skips staging where it lies contiguous."""
-
-SAMPLE = 8
-"""``verify="sample"`` looks at one in so many slices."""
-FIRST_LAYER = 0
-"""The turn of the layer that moves first, over all ranks."""
-
-Verify = Literal["full", "sample", "off"]
-
-
-class Damaged(RuntimeError):  # noqa: N818 - reads as what it is
-    """What arrived is not what was sent; the message names the tensor."""
-
-
-class Work(Protocol):
-    """A send or receive under way."""
-
-    def wait(self) -> object:
-        """Block until the buffer may be used again; raise if the transfer failed."""
-
-
-class Transport(Protocol):
-    """Moves 1-D uint8 tensors between ranks of the bridge group; messages of a pair keep their order."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors it is given have to lie."""
-
-    def isend(self, tensor: torch.Tensor, peer: int) -> Work:
-        """Start to send; the tensor is not changed until the work is done."""
-
-    def irecv(self, tensor: torch.Tensor, peer: int) -> Work:
-        """Start to receive exactly as many bytes as the tensor has."""
-
-
-class ProcessGroupTransport:
-    """Transport over a process group of its own; ranks are those of the group, no default group is needed."""
-
-    def __init__(self, group: ProcessGroup, device: torch.device | str = "cpu", tag: int = 0) -> None:
-        """Use ``group`` for tensors on ``device``; ``tag`` keeps these messages apart from others."""
-        self._group = group
-        self._device = torch.device(device)
-        self._tag = tag
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors it is given have to lie."""
-        return self._device
-
-    def isend(self, tensor: torch.Tensor, peer: int) -> Work:
-        """Start to send to ``peer``, a rank of the group."""
-        work: Work = self._group.send([tensor], peer, self._tag)
-        return work
-
-    def irecv(self, tensor: torch.Tensor, peer: int) -> Work:
-        """Start to receive from ``peer``, a rank of the group."""
-        work: Work = self._group.recv([tensor], peer, self._tag)
-        return work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,34 +76,6 @@ class StreamReport:
     def seconds(self) -> float:
         """Time in all."""
         return self.local_s + self.wire_s
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Elements ``[first, last)`` of a transfer's slice, at byte ``at`` of a message."""
-
-    transfer: Transfer
-    first: int
-    last: int
-    at: int
-    nbytes: int
-    number: int
-    """of the parts between these two ranks"""
-
-
-@dataclass(frozen=True)
-class _Message:
-    peer: int
-    parts: tuple[_Part, ...]
-    nbytes: int
-    digests: tuple[int, int] | None = None
-    """in place of parts: which digests of the pair"""
-
-
-_Slot = tuple[int, int, int]
-_LAST = 2**62
-"""Messages of digests count from here: they come after all others of their layer."""
-_DIGEST_BYTES = 8
 
 
 def execute(
@@ -204,9 +117,9 @@ def execute(
         raise ValueError(f"staging of {staging_bytes} bytes is less than {NUM_CHUNKS * ALIGN_BYTES}")
     started = time.perf_counter()
     check_coverage(plan, [piece.box for piece in target.pieces])
-    checks = _Checks(verify)
+    checks = Checks(verify)
     local_s = 0.0
-    layers = _Layers(plan, keep=keep)
+    layers = Layers(plan, keep=keep)
     with torch.no_grad():
         wire = _Wire(
             plan, source, target, transport, chunk_bytes=chunk_bytes, checks=checks, layers=layers
@@ -244,121 +157,12 @@ def execute(
     )
 
 
-class _Layers:
-    """What belongs to which layer, layers in the order in which they move; with ``keep`` all is one layer."""
-
-    def __init__(self, plan: RankPlan, *, keep: bool) -> None:
-        self._of_source = [0] * len(plan.source_layers) if keep else plan.source_layers
-        self._of_target = [0] * len(plan.target_layers) if keep else plan.target_layers
-        self.fills: dict[int, list[Fill]] = defaultdict(list)
-        self.copies: dict[int, list[Copy]] = defaultdict(list)
-        self.sources: dict[int, list[int]] = defaultdict(list)
-        self.targets: dict[int, list[int]] = defaultdict(list)
-        for fill in plan.fills:
-            self.fills[self._of_target[fill.target.piece]].append(fill)
-        for copy in plan.copies:
-            self.copies[self._of_target[copy.target.piece]].append(copy)
-        for layers, found in ((self._of_source, self.sources), (self._of_target, self.targets)):
-            for piece, layer in enumerate(layers):
-                found[layer].append(piece)
-        self.order = sorted({FIRST_LAYER, *self._of_source, *self._of_target})
-
-    def of(self, transfer: Transfer, *, is_send: bool) -> int:
-        """Return the layer of a transfer."""
-        return (self._of_source if is_send else self._of_target)[transfer.cut.piece]
-
-
-class _Checks:
-    """Digests of what was sent and what arrived, by peer and in the order of the plan."""
-
-    def __init__(self, verify: Verify) -> None:
-        self._every = {"full": 1, "sample": SAMPLE, "off": 0}[verify]
-        self.seconds = 0.0
-        self.num_bytes = 0
-        self.num_digests: dict[tuple[int, int, bool], int] = defaultdict(int)
-        """by layer and peer, and whether this rank sends them"""
-        self._sent: dict[int, list[int]] = defaultdict(list)
-        self._arrived: dict[int, list[tuple[int, str]]] = defaultdict(list)
-        self._damaged: list[str] = []
-        self._num_copies = 0
-
-    def plan(self, layer: int, peer: int, parts: Iterable[_Part], *, is_send: bool) -> None:
-        """Note how many digests of a layer will go to a peer, or come from it."""
-        if self._every:
-            self.num_digests[layer, peer, is_send] += sum(part.number % self._every == 0 for part in parts)
-
-    def next_layer(self) -> None:
-        """Begin with a layer: digests are compared layer by layer."""
-        self._sent.clear()
-        self._arrived.clear()
-
-    def wants(self, part: _Part) -> bool:
-        """Tell whether a part is looked at; both ends say the same."""
-        return bool(self._every) and part.number % self._every == 0
-
-    def sent(self, peer: int, part: _Part, box: Box, data: torch.Tensor) -> None:
-        """Take the digest of what is sent; ``data`` is 1-D uint8."""
-        started = time.perf_counter()
-        self._sent[peer].append(bound(digest(data), box.key, _place(box, part.transfer.cut, part.first)))
-        self.seconds += time.perf_counter() - started
-
-    def arrived(self, peer: int, part: _Part, box: Box, data: torch.Tensor) -> None:
-        """Take the digest of what arrived, as it lies now."""
-        started = time.perf_counter()
-        cut = part.transfer.cut
-        found = bound(digest(data), box.key, _place(box, cut, part.first))
-        self._arrived[peer].append((found, _named(box, cut)))
-        self.num_bytes += part.nbytes
-        self.seconds += time.perf_counter() - started
-
-    def copied(self, copy: Copy, here: torch.Tensor, there: torch.Tensor, box: Box) -> None:
-        """Compare a local copy with what it was copied from, bit for bit."""
-        self._num_copies += 1
-        if not self._every or (self._num_copies - 1) % self._every:
-            return
-        started = time.perf_counter()
-        bits = _BITS[here.element_size()]
-        if not torch.equal(here.view(bits), there.view(bits)):
-            self._damaged.append(f"{_named(box, copy.target)} was not copied as it is")
-        self.num_bytes += copy.nbytes
-        self.seconds += time.perf_counter() - started
-
-    def digests_for(self, peer: int) -> list[int]:
-        """Return what was sent of this layer to a peer, in the order in which it arrives there."""
-        return self._sent[peer]
-
-    def compare(self, peer: int, sent: Sequence[int]) -> None:
-        """Compare what arrived of this layer from a peer with its digests."""
-        for value, (found, name) in zip(sent, self._arrived[peer], strict=True):
-            if value != found:
-                self._damaged.append(f"{name} did not arrive from rank {peer} as it was sent")
-
-    def raise_if_damaged(self) -> None:
-        """Raise ``Damaged`` for the first difference, with the number of further ones."""
-        if self._damaged:
-            more = f" (and {len(self._damaged) - 1} more)" if len(self._damaged) > 1 else ""
-            raise Damaged(self._damaged[0] + more)
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _place(box: Box, cut: Cut, first: int) -> tuple[object, ...]:
-    """Return what both ends call a slice, whatever pieces they have it in."""
-    return (*(o + s for o, s in zip(box.offset, cut.start, strict=True)), cut.shape, first)
-
-
-def _named(box: Box, cut: Cut) -> str:
-    offset = tuple(o + s for o, s in zip(box.offset, cut.start, strict=True))
-    return f"{box.key}: the slice at {offset} of shape {cut.shape}"
-
-
 @dataclass(frozen=True)
 class _UnderWay:
     """A slot whose operations are posted."""
 
     works: tuple[Work, ...]
-    received: _Message | None
+    received: Message | None
     data: torch.Tensor | None
     """where it arrives"""
     is_packed: bool
@@ -378,30 +182,30 @@ class _Wire:
         transport: Transport,
         *,
         chunk_bytes: int,
-        checks: _Checks,
-        layers: _Layers,
+        checks: Checks,
+        layers: Layers,
     ) -> None:
         self._rank = plan.rank
         self._source = source
         self._target = target
         self._transport = transport
         self._checks = checks
-        self._sends = _slots(plan, plan.sends, source, chunk_bytes, layers, sign=1)
-        self._recvs = _slots(plan, plan.recvs, target, chunk_bytes, layers, sign=-1)
+        self._sends = slots_with(plan, plan.sends, source, chunk_bytes, layers, sign=1)
+        self._recvs = slots_with(plan, plan.recvs, target, chunk_bytes, layers, sign=-1)
         self.num_messages = len(self._sends) + len(self._recvs)
         for messages, is_send, sign in ((self._sends, True, 1), (self._recvs, False, -1)):
             for (layer, *_), message in messages.items():
                 checks.plan(layer, message.peer, message.parts, is_send=is_send)
             for (layer, peer, sends), count in checks.num_digests.items():
                 if sends == is_send:
-                    messages.update(_digest_slots(plan, layer, peer, count, chunk_bytes, sign=sign))
+                    messages.update(digest_slots(plan, layer, peer, count, chunk_bytes, sign=sign))
         self._out, self._in = (
-            Staging(min(2 * chunk_bytes, sum(_up(message.nbytes) for message in messages.values())), transport.device)
+            Staging(min(2 * chunk_bytes, sum(aligned(sent.nbytes) for sent in messages.values())), transport.device)
             for messages in (self._sends, self._recvs)
         )
         self.allocated_bytes = self._out.num_bytes + self._in.num_bytes
         self.num_direct = 0
-        self._by_layer: dict[int, list[_Slot]] = defaultdict(list)
+        self._by_layer: dict[int, list[Slot]] = defaultdict(list)
         for slot in sorted(self._sends.keys() | self._recvs.keys()):
             self._by_layer[slot[0]].append(slot)
         self._digests: dict[int, list[int]] = defaultdict(list)
@@ -420,7 +224,7 @@ class _Wire:
         for peer, digests in self._digests.items():
             self._checks.compare(peer, digests)
 
-    def _post(self, sent: _Message | None, received: _Message | None, under_way: deque[_UnderWay]) -> _UnderWay:
+    def _post(self, sent: Message | None, received: Message | None, under_way: deque[_UnderWay]) -> _UnderWay:
         """Start what a slot sends and receives; slots under way are finished until there is room for it."""
         outgoing = incoming = None
         is_packed = is_staged = False
@@ -444,12 +248,12 @@ class _Wire:
                 works.append(self._transport.irecv(incoming, received.peer))
         return _UnderWay(tuple(works), received, incoming, is_packed, is_staged)
 
-    def _room(self, staging: Staging, message: _Message, under_way: deque[_UnderWay]) -> torch.Tensor:
+    def _room(self, staging: Staging, message: Message, under_way: deque[_UnderWay]) -> torch.Tensor:
         while (room := staging.take(message.nbytes)) is None:
             self._finish(under_way.popleft())
         return room
 
-    def _direct(self, holding: Holding, message: _Message) -> torch.Tensor | None:
+    def _direct(self, holding: Holding, message: Message) -> torch.Tensor | None:
         """Return the message as bytes of the state's own storage, or ``None`` where they do not lie so."""
         if len(message.parts) != 1:  # several slices, or digests
             return None
@@ -461,11 +265,11 @@ class _Wire:
         at = tensor.storage_offset() + part.first  # view(-1) would keep an odd stride of an axis of size 1
         return tensor.as_strided((part.last - part.first,), (1,), at).view(torch.uint8)
 
-    def _pack(self, message: _Message, data: torch.Tensor, *, is_packed: bool) -> None:
+    def _pack(self, message: Message, data: torch.Tensor, *, is_packed: bool) -> None:
         """Gather a message into ``data``, unless it lies there as it is, and take its digests."""
         if message.digests is not None:
             numbers = self._checks.digests_for(message.peer)[slice(*message.digests)]
-            raw = b"".join(number.to_bytes(_DIGEST_BYTES, "little") for number in numbers)
+            raw = b"".join(number.to_bytes(DIGEST_BYTES, "little") for number in numbers)
             data.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
             return
         for part in message.parts:
@@ -487,10 +291,10 @@ class _Wire:
             if slot.is_staged:
                 self._in.give_back()
 
-    def _unpack(self, message: _Message, data: torch.Tensor, *, is_staged: bool) -> None:
+    def _unpack(self, message: Message, data: torch.Tensor, *, is_staged: bool) -> None:
         if message.digests is not None:
             raw = bytes(data.tolist())
-            numbers = (raw[i : i + _DIGEST_BYTES] for i in range(0, len(raw), _DIGEST_BYTES))
+            numbers = (raw[i : i + DIGEST_BYTES] for i in range(0, len(raw), DIGEST_BYTES))
             self._digests[message.peer].extend(int.from_bytes(number, "little") for number in numbers)
             return
         for part in message.parts:
@@ -503,10 +307,6 @@ class _Wire:
                         staged.copy_(live)
                 box = self._target.pieces[part.transfer.cut.piece].box
                 self._checks.arrived(message.peer, part, box, data[part.at : part.at + part.nbytes])
-
-
-def _up(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _slice(holding: Holding, cut: Cut) -> torch.Tensor:
@@ -525,7 +325,7 @@ def _slice(holding: Holding, cut: Cut) -> torch.Tensor:
 
 
 def _mapped(
-    buffer: torch.Tensor, part: _Part, holding: Holding
+    buffer: torch.Tensor, part: Part, holding: Holding
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pairs of equal shape: a place in the staging buffer, and the live elements that belong there."""
     live = _slice(holding, part.transfer.cut)
@@ -542,72 +342,3 @@ def _mapped(
         numel = math.prod(size)
         yield staged[at : at + numel].view(size), inner
         at += numel
-
-
-def _slots(
-    plan: RankPlan,
-    transfers: Sequence[Transfer],
-    holding: Holding,
-    chunk_bytes: int,
-    layers: _Layers,
-    *,
-    sign: int,
-) -> dict[_Slot, _Message]:
-    """Cut the transfers with each peer into messages and give each its slot; ``sign`` is -1 to receive."""
-    by_peer: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        by_peer[layers.of(transfer, is_send=sign > 0), transfer.peer].append(transfer)
-    numbers: dict[int, int] = defaultdict(int)
-    slots = {}
-    for layer, peer in sorted(by_peer):
-        messages = _messages(peer, by_peer[layer, peer], holding, chunk_bytes, numbers[peer])
-        for index, message in enumerate(messages):
-            slots[layer, index, sign * (peer - plan.rank) % plan.num_ranks] = message
-            numbers[peer] += len(message.parts)
-    return slots
-
-
-def _messages(
-    peer: int, transfers: Sequence[Transfer], holding: Holding, chunk_bytes: int, number: int
-) -> Iterator[_Message]:
-    """Cut one pair's transfers into messages of at most ``chunk_bytes``, from sizes alone.
-
-    Parts are numbered from ``number`` on.
-    """
-    shared: list[_Part] = []
-    filled = 0
-    for transfer in transfers:
-        itemsize = holding.pieces[transfer.cut.piece].box.itemsize_bytes
-        numel = transfer.nbytes // itemsize
-        room = chunk_bytes // itemsize
-        if transfer.nbytes >= DIRECT_BYTES or transfer.nbytes * 2 > chunk_bytes:  # messages of its own
-            for first in range(0, numel, room):
-                last = min(first + room, numel)
-                yield _message(peer, [_Part(transfer, first, last, 0, (last - first) * itemsize, number)])
-                number += 1
-            continue
-        if filled + transfer.nbytes > chunk_bytes:
-            yield _message(peer, shared)
-            shared, filled = [], 0
-        shared.append(_Part(transfer, 0, numel, filled, transfer.nbytes, number))
-        number += 1
-        filled = _up(filled + transfer.nbytes)
-    if shared:
-        yield _message(peer, shared)
-
-
-def _digest_slots(
-    plan: RankPlan, layer: int, peer: int, count: int, chunk_bytes: int, *, sign: int
-) -> dict[_Slot, _Message]:
-    """Return the messages with the digests of one pair and layer, in slots after all others of the layer."""
-    room = chunk_bytes // _DIGEST_BYTES
-    found = {}
-    for index, first in enumerate(range(0, count, room)):
-        last = min(first + room, count)
-        slot = (layer, _LAST + index, sign * (peer - plan.rank) % plan.num_ranks)
-        found[slot] = _Message(peer, (), (last - first) * _DIGEST_BYTES, (first, last))
-    return found
-
-
-def _message(peer: int, parts: Sequence[_Part]) -> _Message:
-    return _Message(peer, tuple(parts), parts[-1].at + parts[-1].nbytes)

@@ -18,6 +18,7 @@ import torch
 
 from liverun import job
 from resharding import stream
+from resharding.slots import FIRST_LAYER
 
 
 class Damages:
@@ -82,7 +83,7 @@ def _first_weights(plan, source):
     """Return where weights are that move before anything is given back."""
     return [
         at for at, send in enumerate(plan.sends)
-        if plan.source_layers[send.cut.piece] == stream.FIRST_LAYER
+        if plan.source_layers[send.cut.piece] == FIRST_LAYER
         and source.boxes[send.cut.piece].key.startswith("weight/")
     ]
 

@@ -24,7 +24,8 @@ from resharding.boxes import Holding
 from resharding.listing import exchange, listing_of
 from resharding.pages import PageReturner
 from resharding.plan import plan_all
-from resharding.stream import ProcessGroupTransport, execute
+from resharding.stream import execute
+from resharding.transport import ProcessGroupTransport
 
 SIZE = 4
 SIZES = ((2, 4), (4, 2), (2, 2))

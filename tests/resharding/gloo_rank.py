@@ -11,7 +11,8 @@ import torch.distributed as dist
 from test_stream import _side, _tensors, _wrong
 
 from resharding.plan import plan_for
-from resharding.stream import ProcessGroupTransport, execute
+from resharding.stream import execute
+from resharding.transport import ProcessGroupTransport
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
 group = dist.ProcessGroupGloo(dist.FileStore(sys.argv[3], size), rank, size, timedelta(seconds=30))

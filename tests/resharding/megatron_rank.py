@@ -16,7 +16,8 @@ from megatron.core import parallel_state as mpu
 from resharding import megatron
 from resharding.boxes import decode_boxes
 from resharding.plan import plan_for
-from resharding.stream import ProcessGroupTransport, execute
+from resharding.stream import execute
+from resharding.transport import ProcessGroupTransport
 
 MODEL = Model(layers=2, dtype=torch.bfloat16 if sys.argv[4] == "bf16" else torch.float32)
 

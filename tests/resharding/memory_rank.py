@@ -14,7 +14,8 @@ from resharding.boxes import Box, Holding, Piece
 from resharding.digest import digest
 from resharding.pages import PageReturner
 from resharding.plan import plan_for
-from resharding.stream import ProcessGroupTransport, execute
+from resharding.stream import execute
+from resharding.transport import ProcessGroupTransport
 
 LAYERS, ROWS, WIDTH = 26, 2048, 1024
 KINDS = ("weight", "exp_avg")

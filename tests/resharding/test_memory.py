@@ -20,7 +20,8 @@ from resharding.listing import Listing
 from resharding.order import order_of_layers
 from resharding.pages import PageReturner, is_disjoint
 from resharding.plan import plan_all, plan_for
-from resharding.stream import Damaged, execute
+from resharding.stream import execute
+from resharding.verify import Damaged
 
 SLACK = 16 << 20
 PAGES = 16 * mmap.PAGESIZE

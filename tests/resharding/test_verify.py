@@ -16,7 +16,7 @@ from resharding.boxes import Box, Holding, Piece
 from resharding.coverage import NotCovered, check_coverage
 from resharding.digest import WORDS, bound, digest, weighted
 from resharding.plan import plan_all
-from resharding.stream import SAMPLE, Damaged
+from resharding.verify import SAMPLE, Damaged
 
 SIZES = [1, 7, 8, 9, 63, 64, 1000, 8 * WORDS, 8 * WORDS + 5, 24 * WORDS + 17, 8 * WORDS * 65 + 3]
 
