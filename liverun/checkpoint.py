@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from liverun import fence, groups, messages, rng
-from liverun.prepare import Standing, _stream_pieces
+from liverun import fence, groups, messages, rng, small_state
+from liverun.prepare import Standing, stream_pieces
 from liverun.reasons import in_short
 from liverun.resume import Ground, load_newest
-from liverun.switch import Position, _to_json
+from liverun.switch import Position
 from liverun.world import World
 from resharding import boxes, listing, megatron
 from resharding.checkpoint import folder as folders
@@ -111,7 +111,7 @@ def _learn(standing: Standing, gather: Gather, disk: str) -> Ground:
     return Ground(
         standing=standing, nonce=said[0]["nonce"], hosts=hosts, one_disk=len({each["disk"] for each in said}) == 1,
         listings=tuple(listings), streams=streams,
-        holding=boxes.Holding.of([*standing.holding.pieces, *_stream_pieces(dict(streams), rank)]),
+        holding=boxes.Holding.of([*standing.holding.pieces, *stream_pieces(dict(streams), rank)]),
         design=writer.design(whole, table), share=writer.share_of(rank, everything, hosts, whole),
     )  # fmt: skip
 
@@ -244,9 +244,7 @@ class Saver:
                 ground.streams[name].copy_(state)
             small = {
                 "step": position.step, "consumed_samples": position.consumed_samples,
-                "scheduler": _to_json(training.scheduler.state_dict()) if training.scheduler is not None else None,
-                "extra": {name: _to_json(part.state_dict()) for name, part in training.extra.items()},
-                "optimizer": megatron.common_state(training.optimizer),
+                **small_state.taken(training),
                 "settings": megatron.group_settings(training.optimizer), "model": described(training.model),
             }  # fmt: skip
             take = writer.live_parts if is_last else writer.snapshot

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from liverun.layout import Layout
 from liverun.prepare import Standing
-from liverun.switch import unmovable
+from liverun.small_state import unmovable
 from liverun.world import Stateful, Training
 from resharding import megatron
 

@@ -253,7 +253,7 @@ class Preparation:
         target = standing.holding if standing else boxes.Holding.of([])
         if me.old_rank is not None:
             outgoing = {name: torch.empty_like(state) for name, state in rng.capture().items()}
-            source = boxes.Holding.of([*source.pieces, *_stream_pieces(outgoing, me.old_rank)])
+            source = boxes.Holding.of([*source.pieces, *stream_pieces(outgoing, me.old_rank)])
         # every member has to ask the same question: a joiner cannot know the layout that was, so rank 0 says
         said = groups.allgather_json(
             bridge.default_pg,
@@ -278,7 +278,7 @@ class Preparation:
             role = next((i for i, m in enumerate(spec.members) if m.old_rank == me.rank), None)
             sizes = names[role] if role is not None and all(_old(names, spec)) else {}
             incoming = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
-            target = boxes.Holding.of([*target.pieces, *_stream_pieces(incoming, me.rank)])
+            target = boxes.Holding.of([*target.pieces, *stream_pieces(incoming, me.rank)])
 
         def plan(source: boxes.Holding, target: boxes.Holding) -> RankPlan:
             old, new = listing.exchange(
@@ -336,7 +336,8 @@ def _old(names: list[dict[str, int]], spec: Prepare) -> list[bool]:
     return [bool(sizes) for sizes, member in zip(names, spec.members, strict=True) if member.old_rank is not None]
 
 
-def _stream_pieces(streams: dict[str, torch.Tensor], role: int) -> list[boxes.Piece]:
+def stream_pieces(streams: dict[str, torch.Tensor], role: int) -> list[boxes.Piece]:
+    """Return the random streams of a rank's role as pieces, so that they move and are saved like tensors."""
     return [
         boxes.Piece(
             boxes.Box(f"rng/{role}/{name}", "uint8", (len(state),), (0,), (len(state),)),

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from liverun import groups, rng
+from liverun import groups, rng, small_state
 from liverun.prepare import Standing
 from liverun.reasons import in_short
-from liverun.switch import _install
 from liverun.world import World
 from resharding import boxes, listing, megatron
 from resharding.assign import Unplannable
@@ -168,7 +167,7 @@ def _take_over(standing: Standing, checkpoint: Checkpoint) -> str:
     meta = checkpoint.index.meta
     shared = {"optimizer": meta.optimizer, "scheduler": meta.scheduler, "extra": meta.extra}
     try:
-        _install(standing.training, shared)
+        small_state.load(standing.training, shared)
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict may raise anything
         return f"what is no tensor does not load, {in_short(error)}; build the job as it was saved"
     return ""

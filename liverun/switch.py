@@ -19,20 +19,20 @@ Where the optimizer's state is deferred it moves after all this; see ``late``.
 
 from __future__ import annotations
 
-import base64
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from liverun import groups, rng
+from liverun import groups, rng, small_state
 from liverun.memory import ResidentPeak
 from liverun.prepare import Next, Standing
 from liverun.reasons import in_short
 from liverun.world import Training
 from resharding import boxes, megatron, stream
 from resharding.pages import PageReturner
+from resharding.transport import ProcessGroupTransport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def _transfer(
     shared = _exchange(prepared, present, position, device)
     for name, state in rng.capture().items() if prepared.outgoing else ():
         prepared.outgoing[name].copy_(state)
-    transport = stream.ProcessGroupTransport(prepared.bridge.default_pg, device)
+    transport = ProcessGroupTransport(prepared.bridge.default_pg, device)
     choice = prepared.choice
     if choice.keeps:
         return shared, stream.execute(
@@ -150,7 +150,7 @@ def _agree(prepared: Next, shared: dict[str, Any] | None, device: torch.device) 
     reason = ""
     try:
         if prepared.standing is not None and shared is not None:
-            _install(prepared.standing.training, shared)
+            small_state.load(prepared.standing.training, shared)
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict may raise anything
         reason = in_short(error)
     try:
@@ -173,9 +173,7 @@ def _exchange(
         megatron.materialize_optimizer_state(training.optimizer)
         mine = {
             "position": {"step": position.step, "consumed_samples": position.consumed_samples},
-            "scheduler": _to_json(training.scheduler.state_dict()) if training.scheduler is not None else None,
-            "extra": {name: _to_json(part.state_dict()) for name, part in training.extra.items()},
-            "optimizer": megatron.common_state(training.optimizer),
+            **small_state.taken(training),
         }
     said = [value for value in groups.allgather_json(prepared.bridge.default_pg, mine, device) if value is not None]
     for part in ("position", "scheduler", "extra"):
@@ -183,61 +181,3 @@ def _exchange(
             differing = [value[part] for value in said]
             raise RuntimeError(f"{part} differs between ranks, so it cannot move: {str(differing)[:500]}")
     return {**said[0], "optimizer": megatron.merge_common_state([value["optimizer"] for value in said])}
-
-
-def _install(training: Training, shared: dict[str, Any]) -> None:
-    """Load the small state into the new stack; its tensors have arrived by stream."""
-    megatron.load_common_state(training.optimizer, shared["optimizer"])
-    if training.scheduler is not None and shared["scheduler"] is not None:
-        training.scheduler.load_state_dict(_from_json(shared["scheduler"]))
-    missing = sorted(set(shared["extra"]) ^ set(training.extra))
-    if missing:
-        raise ValueError(f"extra state {missing} is registered in one world and not in the other")
-    for name, part in training.extra.items():
-        part.load_state_dict(_from_json(shared["extra"][name]))
-
-
-def _to_json(value: Any) -> Any:
-    """Turn a state dict into JSON; tensors become dtype, shape and bytes."""
-    if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous()
-        raw = base64.b64encode(data.reshape(-1).view(torch.uint8).numpy().tobytes()).decode() if data.numel() else ""
-        return {"__tensor__": [str(data.dtype).removeprefix("torch."), list(data.shape), raw]}
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError("state that moves with a change of world needs text as the keys of its dicts")
-        return {key: _to_json(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(part) for part in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"state of type {type(value).__name__} cannot move; use numbers, text, lists, dicts and tensors")
-
-
-def unmovable(name: str, value: Any) -> str | None:
-    """Say in one sentence what of a state dict ``_to_json`` would refuse, and where, or ``None``."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            if not isinstance(key, str):
-                return f"{name} has {key!r} as a key and cannot move; use text as the keys of dicts"
-            if (reason := unmovable(f"{name}[{key!r}]", part)) is not None:
-                return reason
-    elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            if (reason := unmovable(f"{name}[{index}]", part)) is not None:
-                return reason
-    elif not (value is None or isinstance(value, bool | int | float | str | torch.Tensor)):
-        return f"{name} is a {type(value).__name__} and cannot move; use numbers, text, lists, dicts and tensors"
-    return None
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {"__tensor__"}:
-            dtype, shape, raw = value["__tensor__"]
-            data = torch.frombuffer(bytearray(base64.b64decode(raw)), dtype=torch.uint8) if raw else torch.empty(0)
-            return data.view(getattr(torch, dtype)).reshape(shape)
-        return {key: _from_json(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_from_json(part) for part in value]
-    return value

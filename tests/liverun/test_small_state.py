@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from liverun.switch import _from_json, _to_json
+from liverun.small_state import from_json, to_json
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from liverun.switch import _from_json, _to_json
     ids=["nested", "types", "bool"],
 )
 def test_state_comes_back_as_it_was(value: dict[str, object]) -> None:
-    back = _from_json(json.loads(json.dumps(_to_json(value))))
+    back = from_json(json.loads(json.dumps(to_json("x", value))))
     assert same(value, back)
 
 
@@ -40,9 +40,9 @@ def same(one: object, two: object) -> bool:
 @pytest.mark.parametrize("value", [{1: 2}, {"a": object()}, {"a": {1, 2}}, {"a": b"bytes"}])
 def test_state_that_cannot_travel_is_refused(value: dict[object, object]) -> None:
     with pytest.raises(TypeError, match=r"cannot move|text as the keys"):
-        _to_json(value)
+        to_json("x", value)
 
 
 def test_floats_are_exact() -> None:
     values = torch.randn(1000, dtype=torch.float64).tolist()
-    assert _from_json(json.loads(json.dumps(_to_json({"v": values})))) == {"v": values}
+    assert from_json(json.loads(json.dumps(to_json("x", {"v": values})))) == {"v": values}
