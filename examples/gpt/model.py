@@ -1,4 +1,4 @@
-"""A GPT with rotary positions, SwiGLU and grouped-query attention, as Megatron builds it for one world."""
+"""A GPT with rotary positions, SwiGLU, grouped-query attention and, if asked for, experts, as Megatron builds it."""
 
 import data
 import torch
@@ -40,6 +40,12 @@ def build_model(args, layout, device):
         overlap_p2p_comm=layout.vpp > 1,  # interleaving over two stages mixes messages up without it
         batch_p2p_comm=layout.vpp == 1,
         context_parallel_size=layout.cp,
+        num_moe_experts=args.num_experts,
+        moe_router_topk=args.moe_router_topk,
+        moe_token_dispatcher_type="allgather",  # noqa: S106 - Megatron's "alltoall" is for GPUs only
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
+        sequence_parallel=args.num_experts is not None and layout.tp > 1,  # experts do not train over tp without
         bf16=args.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -47,9 +53,9 @@ def build_model(args, layout, device):
     )
     config.finalize_model_grads_func = finalize_model_grads
     if args.transformer_impl == "local":
-        spec = get_gpt_layer_local_spec(normalization=config.normalization)
+        spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=config.normalization)
     else:
-        spec = get_gpt_layer_with_transformer_engine_spec()
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=args.num_experts)
     multiple = args.make_vocab_size_divisible_by
     vocab_size = -(-data.ByteTokenizer.vocab_size // multiple) * multiple
     ddp_config = DistributedDataParallelConfig(

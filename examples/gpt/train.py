@@ -44,6 +44,7 @@ def main() -> None:
             pp=args.pipeline_model_parallel_size,
             vpp=args.num_virtual_stages_per_pipeline_rank,
             cp=args.context_parallel_size,
+            ep=args.expert_model_parallel_size,
         ),
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
@@ -196,6 +197,8 @@ def parse_arguments():
     model.add_argument("--hidden-dropout", type=float, default=0.0)
     model.add_argument("--attention-dropout", type=float, default=0.0)
     model.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    model.add_argument("--num-experts", type=int, default=None, help="experts in place of each layer's MLP")
+    model.add_argument("--moe-router-topk", type=int, default=2, help="experts that a token goes to")
     model.add_argument("--bf16", action="store_true", help="bf16 model, fp32 main parameters")
     model.add_argument("--transformer-impl", choices=["local", "transformer_engine"], default="local")
     split = parser.add_argument_group("split of the model; liverun's --layout goes first")
@@ -203,6 +206,7 @@ def parse_arguments():
     split.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     split.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1)
     split.add_argument("--context-parallel-size", type=int, default=1, help="needs transformer_engine")
+    split.add_argument("--expert-model-parallel-size", type=int, default=1, help="needs --num-experts")
     train = parser.add_argument_group("training")
     train.add_argument("--data-path", required=True, help="prefix of the .bin and .idx files")
     train.add_argument("--train-steps", type=int, default=1000)
@@ -232,6 +236,8 @@ def parse_arguments():
     args = parser.parse_args()
     if args.context_parallel_size > 1 and args.transformer_impl == "local":
         parser.error("--context-parallel-size needs --transformer-impl transformer_engine")
+    if args.expert_model_parallel_size > 1 and args.num_experts is None:
+        parser.error("--expert-model-parallel-size needs --num-experts")
     if args.num_attention_heads % args.num_query_groups:
         parser.error("--num-attention-heads must be a multiple of --num-query-groups")
     return args

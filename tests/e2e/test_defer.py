@@ -71,3 +71,29 @@ def test_no_step_is_made_and_the_job_ends_if_the_optimizers_state_does_not_come(
     assert "start again from the last checkpoint, and with --defer nothing" in job.output()
     assert {row["generation"] for row in losses(out).values()} == {1}, "a step was made with half a state"
     assert any(row["generation"] == 2 for row in read_lines(out / "late.jsonl")), "the new world did compute"
+
+
+def test_a_job_that_may_restart_goes_on_from_the_last_whole_state_and_no_mix_is_trained(
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], undisturbed: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Every step that was made, also twice, is that of a run to which nothing happened."""
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    out.mkdir()
+    job = launch(
+        PROBE, str(out), *train_arguments(out, *BF16, steps=BF16_STEPS), nproc=2, standbys=1,
+        options=(*DEFER, f"--checkpoint-dir={saved}", "--checkpoint-every=2", "--max-restarts=1"),
+        probe={"steps_per_change": 3, "late": {"w0": "fail"}, "no_hooks": True},
+    )  # fmt: skip
+    job.until_trains()
+    job.until_standbys(1)
+    job.until("a checkpoint", (saved / "latest").exists)
+    job.must_resize("--replace", "1")
+    assert job.finish() == 0, job.output()
+    assert "the optimizer's state did not follow into generation 2" in job.output()
+    truth, rows = losses(undisturbed(*BF16, steps=BF16_STEPS)), read_lines(out / "loss.jsonl")
+    assert {row["step"] for row in rows} == truth.keys()
+    for row in rows:
+        assert (row["loss"], row["grad_norm"]) == (truth[row["step"]]["loss"], truth[row["step"]]["grad_norm"]), row
+    assert sorted({row["generation"] for row in rows}) == [1, 3], "a step was made with half a state"
+    assert len(rows) - len(truth) <= 3, "more is lost than since the last checkpoint"
