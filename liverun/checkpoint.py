@@ -180,7 +180,8 @@ class Saver:
         self._temporary: tuple[Path, int] | None = None
         """where a checkpoint is being written, and as which rank"""
         self._is_given_up = False
-        self._saved_step = -1
+        self.saved_step = -1
+        """the steps done when a checkpoint was last taken or loaded, the same on all ranks of a world"""
 
     # --- entering a world ---
 
@@ -212,7 +213,7 @@ class Saver:
         meta = load_newest(self._known(), self.settings.folder, device)
         if meta is None:
             return None
-        self._saved_step = meta.step
+        self.saved_step = meta.step
         return Position(step=meta.step, consumed_samples=meta.consumed_samples)
 
     # --- saving ---
@@ -220,11 +221,11 @@ class Saver:
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be taken once ``step`` steps are done."""
         every = self.settings.every
-        return every is not None and step % every == 0 and step > max(self._saved_step, 0)
+        return every is not None and step % every == 0 and step > max(self.saved_step, 0)
 
     def has(self, step: int) -> bool:
         """Whether the state after ``step`` steps was the last to be taken or loaded."""
-        return step == self._saved_step
+        return step == self.saved_step
 
     def save(self, position: Position, request: int = 0, *, is_last: bool = False) -> None:
         """Copy this rank's share out of the state, and have it written. Every rank of the world calls this.
@@ -233,7 +234,7 @@ class Saver:
         and sooner on disk. What goes wrong is said on stderr and to the agent; training goes on.
         """
         started = time.perf_counter()
-        self._saved_step = position.step
+        self.saved_step = position.step
         try:
             ground = self._known()
             self.wait()

@@ -173,7 +173,8 @@ class Job:
         self._step_ended = time.perf_counter()
 
     def _position(self) -> Position:
-        return Position(step=self.next_step, consumed_samples=self.consumed_samples)
+        saved_step = -1 if self._saver is None else self._saver.saved_step
+        return Position(step=self.next_step, consumed_samples=self.consumed_samples, saved_step=saved_step)
 
     def _save_if_due(self) -> None:
         if self._saver is not None and self._saver.is_due(self.next_step):
@@ -302,6 +303,8 @@ class Job:
             first.set_environment(new.world)
             if self._saver is not None:
                 self._saver.enter(new, prepared.spec.store_host, prepared.spec.store_port)
+                # what the old world has saved here, a worker that joins does not save again, alone
+                self._saver.saved_step = outcome.position.saved_step
         else:
             fence.activate(fence.new_globals(prepared.spec.generation))
             self._rebind(Training(model=[]))

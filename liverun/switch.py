@@ -20,7 +20,7 @@ Where the optimizer's state is deferred it moves after all this; see ``late``.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Position:
 
     step: int
     consumed_samples: int
+    saved_step: int = -1
+    """the steps done when a checkpoint was last taken or loaded; -1 for none, or where none are taken"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,7 @@ def _exchange(
         megatron.settle(training.model)
         megatron.materialize_optimizer_state(training.optimizer)
         mine = {
-            "position": {"step": position.step, "consumed_samples": position.consumed_samples},
+            "position": asdict(position),
             **small_state.taken(training),
         }
     said = [value for value in groups.allgather_json(prepared.bridge.default_pg, mine, device) if value is not None]

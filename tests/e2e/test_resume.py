@@ -102,3 +102,26 @@ def test_a_run_that_comes_back_from_a_checkpoint_goes_on_as_if_nothing_had_been(
     shown = json.loads(killed.cli("checkpoint", "inspect", str(tmp_path / "own"), "--json").stdout)
     assert (shown["origin"]["layout"]["tp"], shown["path"]) == (2, json.loads(took.stdout)["path"])
     assert killed.cli("checkpoint", "verify", str(tmp_path / "own")).returncode == 0
+
+
+def test_a_worker_that_joins_where_a_checkpoint_was_taken_does_not_take_it_again(
+    launch: Callable[..., Launched], train_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Alone it would wait for the others' shares, and all for it at the next one."""
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    out.mkdir()
+    job = launch(
+        TRAIN, *train_arguments(out, steps=5000), standbys=1, options=(f"--checkpoint-dir={saved}", "--checkpoint-every=1"),
+    )  # fmt: skip
+    job.until_trains()
+    job.until_standbys(1)
+    for rank in ("0", "1"):
+        job.must_resize("--replace", rank)
+        step = job.status()["step"]
+        job.until("checkpoints of the new world", lambda: job.status()["last_checkpoint"]["step"] > step + 3)  # noqa: B023
+    assert job.cli("stop", job.job).returncode == 0
+    assert "checkpoint_failed" not in job.kinds(), job.output()
+    steps = [event["step"] for event in job.events() if event["kind"] == "checkpoint"]
+    assert steps == list(range(1, len(steps) + 1))
+    assert (saved / "latest").read_text().strip() == f"step-{len(steps):08d}"
+    assert sorted(path.name for path in saved.iterdir() if not path.name.startswith("step-")) == ["latest"]

@@ -25,7 +25,7 @@ def test_settings_come_from_the_environment_and_nonsense_is_named(tmp_path: Path
 def test_a_checkpoint_is_due_once_and_never_before_the_first_step(tmp_path: Path) -> None:
     saver = Saver(Settings(folder=tmp_path, every=5))
     assert [step for step in range(12) if saver.is_due(step)] == [5, 10]
-    saver._saved_step = 5  # it was loaded, or has just been taken
+    saver.saved_step = 5  # it was loaded, or has just been taken
     assert [step for step in range(12) if saver.is_due(step)] == [10]
     assert not Saver(Settings(folder=tmp_path)).is_due(5)
 
