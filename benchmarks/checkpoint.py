@@ -102,7 +102,7 @@ def work(system: str, action: str, folder_name: str) -> None:
         **flags, hidden_dropout=0.0, attention_dropout=0.0, bf16=False, transformer_impl="local",
         make_vocab_size_divisible_by=128, untie_embeddings_and_output_weights=False, no_distributed_optimizer=False,
         lr=1e-3, min_lr=1e-4, weight_decay=0.01, clip_grad=1.0, lr_decay_samples=None, lr_warmup_samples=8,
-        train_steps=10, dist_ckpt_optim_fully_reshardable=True, num_experts=None, moe_router_topk=1,
+        train_steps=10, dist_ckpt_optim_fully_reshardable=True, num_experts=None, moe_router_topk=2,
     )  # fmt: skip
 
     def build(world: liverun.World) -> liverun.Training:
