@@ -21,8 +21,8 @@ CONTEXT.set_forkserver_preload(
 )
 
 
-def run_all(body: Callable[..., None], rows: Sequence[tuple[Any, ...]]) -> None:
-    """Run ``body(*row)`` in a process for each row, all at once, and wait until all have ended well.
+def run_all(body: Callable[..., None], rows: Sequence[tuple[Any, ...]], limit_s: float = LIMIT_S) -> None:
+    """Run ``body(*row)`` in a process for each row, all at once; each has to end well, within ``limit_s``.
 
     What is handed over is pickled, so ``body`` is a function of a module.
     """
@@ -31,21 +31,20 @@ def run_all(body: Callable[..., None], rows: Sequence[tuple[Any, ...]]) -> None:
         process.start()
     try:
         for process in processes:
-            process.join(LIMIT_S)
+            process.join(limit_s)
         assert [process.exitcode for process in processes] == [0] * len(rows)
     finally:
         for process in processes:
             process.kill()
 
 
-def run_ranks(commands: Iterable[Sequence[object]], limit_s: float = LIMIT_S, **environ: str) -> list[str]:
+def run_ranks(commands: Iterable[Sequence[object]], limit_s: float = LIMIT_S) -> list[str]:
     """Run an interpreter of its own for each rank's words, and return what each printed.
 
-    All have to end well within ``limit_s``. ``environ`` comes on top of this process's.
+    All have to end well within ``limit_s``.
     """
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}", "PYTHONWARNINGS": "ignore",
-        **environ,
     }  # fmt: skip
     ranks = [
         subprocess.Popen(

@@ -44,7 +44,7 @@ def write_in_blocks(folder: Path, columns: tuple[int, int], rows: tuple[int, int
 
 def test_parts_of_rows_written_by_several_at_once_make_up_the_rows(tmp_path: Path) -> None:
     together = CONTEXT.Barrier(len(BOXES))
-    run_all(write_in_blocks, [(tmp_path, *box, together) for box in BOXES])
+    run_all(write_in_blocks, [(tmp_path, *box, together) for box in BOXES], limit_s=60.0)
     assert np.array_equal(content(tmp_path), WHOLE)
     assert (tmp_path / ENTRY.file).stat().st_size == ENTRY.begin + ENTRY.nbytes
 

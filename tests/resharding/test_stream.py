@@ -190,4 +190,4 @@ def test_names_and_sizes_of_element_types_are_those_of_torch():
 def test_gloo_carries_every_plan(num_ranks, tmp_path):
     """Real processes, one group of their own and no default group, several plans in a row."""
     script = Path(__file__).with_name("gloo_rank.py")
-    run_ranks((script, rank, num_ranks, tmp_path / "store") for rank in range(num_ranks))
+    run_ranks(((script, rank, num_ranks, tmp_path / "store") for rank in range(num_ranks)), limit_s=90.0)
