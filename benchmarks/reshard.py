@@ -4,7 +4,7 @@
 
 * The wire: two processes over gloo, 256 MiB of fp32; bare sends and receives as large as the stream's messages and as
   large as 64 MiB, and the stream with digests of everything, of a sample and of nothing, in turns; and the stream of
-  as many bytes that lie in columns, and are packed and unpacked.
+  as many bytes that lie in columns, and are packed and unpacked. Processor time of both ranks beside it.
 * Weights of a bf16 GPT from tp=2 to pp=2: ``megatron.core.resharding`` over gloo, and the stream, in turns.
 * Live: ``examples/gpt/train.py`` in bf16 with fp32 main parameters and Adam, from tp=2 on two workers to one, the
   pause in parts, with everything in it and with the optimizer's state deferred; and the same change with torchrun
@@ -126,9 +126,10 @@ def show(result: dict) -> None:
         print(f"\n256 MiB {name}")
         best = max(row["bytes_per_s"] for key, row in rows.items() if key.startswith("bare"))
         for key, row in rows.items():
-            rate = row.get("bytes_per_s")
-            text = f"{rate / 1e9:6.2f} GB/s  {rate / best:5.0%} of the best bare rate" if rate else ""
-            print(f"  {key:40}{row['seconds']:8.3f} s {text}")
+            rate = row["bytes_per_s"]
+            text = f"{rate / 1e9:6.2f} GB/s  {rate / best:5.0%} of the best bare rate"
+            busy = f"{row['processor_s'] / row['seconds']:.2f} cores busy"
+            print(f"  {key:42}{row['seconds']:8.3f} s {text}, {busy}, {row.get('verify_s', 0.0):.3f} s in digests")
     if "weights" in result:
         print(f"\nweights of a bf16 GPT from tp=2 to pp=2: {json.dumps(result['weights'])}")
     for name, row in result.get("live", {}).items():

@@ -8,7 +8,9 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,14 +34,14 @@ WINDOW = 2
 """bare messages under way at once, as in the stream"""
 
 
-def bare(group, rank: int, tensors: list, both: bool, chunk_bytes: int) -> float:
-    """Send every byte in chunks, as few as the stream has under way; seconds."""
+def bare(group, rank: int, tensors: list, both: bool, chunk_bytes: int) -> dict:
+    """Send every byte in chunks, as few as the stream has under way."""
     out = torch.cat([t.view(torch.uint8).view(-1) for t in tensors]) if (rank == 0 or both) else None
     into = torch.empty(NUM_TENSORS * TENSOR_BYTES, dtype=torch.uint8) if (rank == 1 or both) else None
     if into is not None:
         into.zero_()
     group.barrier().wait()
-    started = time.perf_counter()
+    started, processor = time.perf_counter(), time.process_time()
     under_way = []
     for at in range(0, NUM_TENSORS * TENSOR_BYTES, chunk_bytes):
         if len(under_way) == WINDOW:
@@ -55,7 +57,7 @@ def bare(group, rank: int, tensors: list, both: bool, chunk_bytes: int) -> float
         for work in works:
             work.wait()
     group.barrier().wait()
-    return time.perf_counter() - started
+    return {"seconds": time.perf_counter() - started, "processor_s": time.process_time() - processor}
 
 
 def holding(tensors: list, first: int) -> Holding:
@@ -72,10 +74,15 @@ def stream(group, rank: int, old: list, new: list, staging: int, **options) -> d
     plan = plan_for(rank, *sides, ["here"] * 2)
     transport = ProcessGroupTransport(group)
     group.barrier().wait()
-    started = time.perf_counter()
+    started, processor = time.perf_counter(), time.process_time()
     report = execute(plan, old[rank], new[rank], transport, staging, **options)
     group.barrier().wait()
-    return {"seconds": time.perf_counter() - started, "verify_s": report.verify_s, "direct": report.num_direct}
+    return {
+        "seconds": time.perf_counter() - started,
+        "processor_s": time.process_time() - processor,
+        "verify_s": report.verify_s,
+        "direct": report.num_direct,
+    }
 
 
 def whole() -> list:
@@ -98,31 +105,40 @@ def sides(mine: list, other: list, *, both: bool) -> tuple[list, list]:
 
 
 def wire(group, rank: int, staging: int) -> dict:
-    """Bare sends and the stream in turns; medians."""
+    """Bare sends and the stream in turns; medians, and the processor time of both ranks together."""
     mine, other, cut, other_cut = whole(), whole(), columns(), columns()
     result = {}
     for name, both in (("one way", False), ("both ways", True)):
-        old, new = sides(mine, other, both=both)
-        found: dict[str, list] = {}
+        plain, packed = sides(mine, other, both=both), sides(cut, other_cut, both=both)
+        cases: dict[str, Callable[[], dict]] = {
+            f"bare, {chunk // MIB} MiB": partial(bare, group, rank, mine, both, chunk)
+            for chunk in (staging // 4, 64 * MIB)
+        }
+        for verify in ("off", "sample", "full"):
+            cases[f"stream, verify {verify}"] = partial(stream, group, rank, *plain, staging, verify=verify)
+        cases["stream, layer by layer, verify full"] = partial(stream, group, rank, *plain, staging, keep=False)
+        for verify in ("off", "full"):
+            cases[f"stream, cut along columns, verify {verify}"] = partial(
+                stream, group, rank, *packed, staging, verify=verify
+            )
+        found: dict[str, list[dict]] = {case: [] for case in cases}
         for _ in range(ROUNDS):
-            for chunk in (staging // 4, 64 * MIB):
-                found.setdefault(f"bare, {chunk // MIB} MiB", []).append(bare(group, rank, mine, both, chunk))
-            for verify in ("off", "sample", "full"):
-                told = stream(group, rank, old, new, staging, verify=verify)
-                found.setdefault(f"stream, verify {verify}", []).append(told["seconds"])
-                found.setdefault(f"digests, verify {verify}", []).append(told["verify_s"])
-            told = stream(group, rank, old, new, staging, keep=False)
-            found.setdefault("stream, layer by layer, verify full", []).append(told["seconds"])
-            for verify in ("off", "full"):
-                told = stream(group, rank, *sides(cut, other_cut, both=both), staging, verify=verify)
-                assert not told["direct"]
-                found.setdefault(f"stream, cut along columns, verify {verify}", []).append(told["seconds"])
-        medians = {key: statistics.median(values) for key, values in found.items()}
+            for case, run in cases.items():
+                found[case].append(run())
+                assert "columns" not in case or not found[case][-1]["direct"]
+        medians = {
+            case: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+            for case, rows in found.items()
+        }
+        of_both = [{}, {}]
+        dist.all_gather_object(of_both, medians)
         result[name] = {
-            key: {"seconds": seconds, "bytes_per_s": NUM_TENSORS * TENSOR_BYTES / seconds}
-            if seconds and not key.startswith("digests")
-            else {"seconds": seconds}
-            for key, seconds in medians.items()
+            case: row
+            | {
+                "processor_s": sum(of_one[case]["processor_s"] for of_one in of_both),
+                "bytes_per_s": NUM_TENSORS * TENSOR_BYTES / row["seconds"],
+            }
+            for case, row in medians.items()
         }
     return result
 
