@@ -290,19 +290,20 @@ class Saver:
         temporary = root / folders.temporary_name(step, ground.nonce)
         self._temporary = (temporary, rank)
         started = time.perf_counter()
+        there = {step for step, _ in folders.complete_in(root)} if rank == 0 else set()
         path = ""
         try:
             writer.write_share(temporary, ground.design, rank, parts, small, one_disk=ground.one_disk)
             parts.clear()
             self._check()
             if rank == 0:
-                path = str(self._commit(ground, temporary, step))
+                path = str(self._commit(ground, temporary, step, there))
         except (OSError, TimeoutError, ValueError, RuntimeError) as error:
             writer.say_failed(temporary, rank, str(error))
             is_given_up = rank != 0 and not temporary.exists()  # then the error is only of a folder that is gone
             self._say(step, request, "rank 0 gave it up" if is_given_up else str(error), pause_s)
             if rank == 0:
-                folders.clear_temporary(root, ground.nonce, step)
+                folders.clear_own(root, ground.nonce, step)
             return
         if rank == 0:
             self._say(step, request, "", pause_s, path=path, write_s=time.perf_counter() - started)
@@ -311,13 +312,13 @@ class Saver:
         if self._is_given_up:
             raise RuntimeError(_GIVEN_UP)
 
-    def _commit(self, ground: Ground, temporary: Path, step: int) -> Path:
+    def _commit(self, ground: Ground, temporary: Path, step: int, there: set[int]) -> Path:
         root, world = self.settings.folder, ground.standing.world
         path = writer.commit(
             root, temporary, ground.design, num_ranks=world.world_size, timeout_s=_TIMEOUT_S,
-            meta_of=lambda said: _meta(said, world), keep_last=self.settings.keep_last,
+            meta_of=lambda said: _meta(said, world), keep_last=self.settings.keep_last, there=there,
         )  # fmt: skip
-        folders.clear_temporary(root, ground.nonce, step)
+        folders.clear_own(root, ground.nonce, step)
         return path
 
     def _say(

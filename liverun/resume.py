@@ -38,7 +38,7 @@ class Ground:
 
     standing: Standing
     nonce: str
-    """names this job's temporary folders"""
+    """names this world's temporary folders"""
     hosts: tuple[str, ...]
     one_disk: bool
     """all ranks write to a disk of the one machine they are on, so locks and pages of files are shared"""
@@ -73,6 +73,8 @@ def load_newest(ground: Ground, root: Path, device: torch.device) -> Meta | None
     names, reasons, misuse = groups.allgather_json(group, _seen(root), device)[0]  # what rank 0 sees
     if misuse:
         raise SystemExit(f"liverun: --checkpoint-dir {misuse}")
+    if world.rank == 0:  # nothing is being saved: without rank 0, no rank can get as far as a step
+        folders.clear_unfinished(root)
     for reason in reasons:
         _say_once(world, f"cannot resume: {reason}")
     for name in names:

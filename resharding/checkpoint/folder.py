@@ -153,15 +153,15 @@ _DESCRIBED = {
 }  # fmt: skip
 
 
-def publish(root: Path, temporary: Path, step: int) -> Path:
+def publish(root: Path, temporary: Path, step: int, *, is_latest: bool = True) -> Path:
     """Give a folder that is whole and on disk its name, then point ``latest`` at it. Raises ``OSError``.
 
-    Both names go to disk together. Where a crash of the machine leaves only the second one, ``latest`` names what is
-    not there, and the newest that is there is taken. A checkpoint of the same step is moved aside first, where it is
-    found as long as this one has not its name, and goes when it has.
+    Without ``is_latest`` the pointer stays where it is. Both names go to disk together. Where a crash of the machine
+    leaves only the second one, ``latest`` names what is not there, and the newest that is there is taken. One of the
+    same step is moved aside first, where it is found as long as this one has not its name, and goes when it has.
     """
     path = root / folder_name(step)
-    pointer = _write_beside(root / LATEST, f"{path.name}\n".encode())
+    pointer = _write_beside(root / LATEST, f"{path.name}\n".encode()) if is_latest else None
     aside = root / f".{path.name}.replaced"
     try:
         sync_folder(temporary)
@@ -171,9 +171,11 @@ def publish(root: Path, temporary: Path, step: int) -> Path:
             if path.exists():
                 path.rename(aside)
         temporary.rename(path)
-        pointer.replace(root / LATEST)
+        if pointer is not None:
+            pointer.replace(root / LATEST)
     except OSError:
-        pointer.unlink(missing_ok=True)
+        if pointer is not None:
+            pointer.unlink(missing_ok=True)
         if aside.exists() and not path.exists():
             aside.rename(path)
         raise
@@ -192,13 +194,22 @@ def prune(root: Path, keep_last: int) -> list[Path]:
     return gone
 
 
-def clear_temporary(root: Path, nonce: str, step: int) -> None:
-    """Remove what jobs that died, or saves of ours up to ``step``, have left half-written; conversions stay."""
+def clear_own(root: Path, nonce: str, step: int) -> None:
+    """Remove what saves of one world, named by ``nonce``, have left half-written up to ``step``.
+
+    Those of other worlds stay: beside this one, the world before it or after it may be writing.
+    """
+    for path in root.glob(f".step-*.{nonce}.tmp"):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is not None and int(match[1]) <= step:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def clear_unfinished(root: Path) -> None:
+    """Remove what jobs that died have left half-written; conversions stay. For a job that has not saved yet."""
     for path in root.glob(".step-*.tmp"):
         match = _TEMPORARY.fullmatch(path.name)
-        if match is not None and match[2].startswith(_CONVERSION):
-            continue  # it may be running, or is to be taken up again
-        if match is None or match[2] != nonce or int(match[1]) <= step:
+        if match is None or not match[2].startswith(_CONVERSION):  # that may be running, or be taken up again
             shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(".step-*.replaced"):
         named = _REPLACED.fullmatch(path.name)
@@ -275,5 +286,6 @@ _OWN_KINDS = {"ext2", "ext3", "ext4", "xfs", "f2fs", "btrfs", "tmpfs", "overlay"
 def _discard(path: Path) -> None:
     """Remove a complete checkpoint: it loses its name first, so that no half of it is ever taken for a whole."""
     gone = path.with_name(f".{path.name.removeprefix('.')}.{fresh_nonce()}.old.tmp")
-    path.rename(gone)
+    with contextlib.suppress(FileNotFoundError):  # the save of another world has removed it
+        path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)

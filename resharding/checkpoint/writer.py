@@ -18,7 +18,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -272,11 +272,14 @@ def commit(
     meta_of: Callable[[Sequence[Any]], Meta],
     timeout_s: float,
     keep_last: int | None = None,
+    there: Collection[int] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Path:
     """On rank 0: wait for all ranks, write the index, and make the checkpoint exist; returns its folder.
 
-    ``meta_of`` is given what every rank passed as ``small``, in rank order. Raises ``TimeoutError`` naming a rank
+    ``meta_of`` is given what every rank passed as ``small``, in rank order. With ``there``, the steps whose
+    checkpoints were complete when the save began, ``latest`` is not taken back from a later step that was saved
+    since: by the world after this one, which does not wait for it. Raises ``TimeoutError`` naming a rank
     that has not written its share, ``BadCheckpoint`` if one said that it cannot, or if shares do not make up the
     whole, and ``OSError``.
     """
@@ -305,7 +308,8 @@ def commit(
     folders.write_synced(temporary / INDEX_NAME, index.encode(), with_name=False)
     for rank in range(num_ranks):
         (temporary / _said_name(rank)).unlink()
-    path = folders.publish(root, temporary, meta.step)
+    since = () if there is None else {step for step, _ in folders.complete_in(root)}.difference(there)
+    path = folders.publish(root, temporary, meta.step, is_latest=all(step < meta.step for step in since))
     if keep_last is not None:
         folders.prune(root, keep_last)
     return path

@@ -127,12 +127,12 @@ def test_a_line_of_the_journal_that_was_being_written_spoils_none_after_it(
     assert values(done.path) == [100.0 + layer for layer in range(NUM_LAYERS)]
 
 
-def test_a_job_that_saves_leaves_conversions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_begins_leaves_conversions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = opened(universal(tmp_path / "a", 1))
     interrupted(source, tmp_path / "root", monkeypatch)
     left = tmp_path / "root" / folder.temporary_name(9, "0123abcd")
     left.mkdir()
-    folder.clear_temporary(tmp_path / "root", "89abcdef", 100)
+    folder.clear_unfinished(tmp_path / "root")
     assert not left.exists()
     assert convert(source, tmp_path / "root").num_resumed == NUM_LAYERS // 2 + 1
 

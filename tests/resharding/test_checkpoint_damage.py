@@ -9,6 +9,7 @@ import shutil
 import struct
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,15 @@ def holdings(tensors: dict[str, torch.Tensor]) -> list[Holding]:
     return [Holding.of(pieces) for pieces in ranks]
 
 
-def save(root: Path, step: int, *, keep_last: int | None = None, value: int | None = None) -> Path:
-    """Save the numbers of ``state(value)``, by default ``state(step)``."""
+def save(
+    root: Path, step: int, *, keep_last: int | None = None, value: int | None = None,
+    beside: Callable[[Path], object] = lambda _: None,
+) -> Path:  # fmt: skip
+    """Save the numbers of ``state(value)``, by default ``state(step)``.
+
+    ``beside`` is called with the temporary folder once all shares are written.
+    """
+    there = {at for at, _ in folder.complete_in(root)}
     held = holdings(state(step if value is None else value))
     listings = [listing_of(each) for each in held]
     whole = writer.tensors_in(listings)
@@ -67,8 +75,9 @@ def save(root: Path, step: int, *, keep_last: int | None = None, value: int | No
     for rank, each in enumerate(held):
         parts = writer.snapshot(writer.share_of(rank, listings, ["a", "b"], whole), each)
         writer.write_share(temporary, plan, rank, parts, None)
+    beside(temporary)
     return writer.commit(
-        root, temporary, plan, num_ranks=2, timeout_s=0.0, keep_last=keep_last,
+        root, temporary, plan, num_ranks=2, timeout_s=0.0, keep_last=keep_last, there=there,
         meta_of=lambda _: Meta(step=step, consumed_samples=0),
     )  # fmt: skip
 
@@ -193,11 +202,11 @@ def test_a_crash_at_any_point_of_saving_a_step_once_more_leaves_the_old_or_the_n
         value = next(each for each in (2, 5) if holds(best, each))
         seen.add((value, best.name))
         assert folder.resolve(root) == best
-        folder.clear_temporary(root, "another", 0)
+        folder.clear_unfinished(root)
         assert folder.candidates(root) == [best]
         save(root, 2, value=7)  # the next save is none the worse for it
         assert holds(root, 7)
-        folder.clear_temporary(root, "another", 0)
+        folder.clear_unfinished(root)
         assert [path.name for path in root.iterdir() if "step-" in path.name] == ["step-00000002"]
     assert crashed > 5
     assert seen == {(2, "step-00000002"), (2, ".step-00000002.replaced"), (5, "step-00000002")}
@@ -217,6 +226,28 @@ def test_a_step_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytes
         save(tmp_path, 2, value=5)
     assert folder.candidates(tmp_path) == [path]
     assert holds(path, 2)
+
+
+def test_worlds_that_save_at_the_same_time_leave_each_other_alone(tmp_path: Path) -> None:
+    """A world does not wait for the last save of the one before it: that may end later, and never undoes its own."""
+    save(tmp_path, 3)
+    left = tmp_path / folder.temporary_name(1, "0123")
+
+    def newer(older: Path) -> None:
+        left.mkdir()
+        save(tmp_path, 6)
+        folder.clear_own(tmp_path, "4567", 6)
+        assert older.is_dir()
+        folder.clear_own(tmp_path, "0123", 0)
+        assert left.is_dir()
+
+    assert holds(save(tmp_path, 5, beside=newer), 5)
+    assert folder.resolve(tmp_path).name == "step-00000006"
+    assert [step for step, _ in folder.complete_in(tmp_path)] == [3, 5, 6]
+    save(tmp_path, 4)  # a job that came back to the step before: the later ones are another history
+    assert folder.resolve(tmp_path).name == "step-00000004"
+    folder.clear_own(tmp_path, "0123", 1)
+    assert not left.exists()
 
 
 def test_the_newest_is_kept_and_the_oldest_goes(tmp_path: Path) -> None:
@@ -246,7 +277,7 @@ def test_a_full_disk_fails_the_save_and_the_one_before_loads(tmp_path: Path) -> 
         assert holds(disk, 1)
         assert folder.resolve(disk).name == "step-00000001"
         (disk / "filler").unlink()
-        folder.clear_temporary(disk, "another", 0)
+        folder.clear_unfinished(disk)
         save(disk, 3)
         assert holds(disk, 3)
     finally:
