@@ -32,17 +32,21 @@ from resharding.checkpoint.deepspeed_layers import (
     name_tied_layers,
     tensor_parallel_size,
 )
+from resharding.checkpoint.deepspeed_patterns import from_deepspeed
 from resharding.checkpoint.format import BadCheckpoint
 from resharding.checkpoint.fused import Fused
 from resharding.checkpoint.megatron_dist import fused_by_config
 from resharding.checkpoint.parts import Part
-from resharding.checkpoint.patterns import Pattern, Patterns, from_deepspeed, read_patterns
+from resharding.checkpoint.patterns import Layout, Patterns, read_patterns
 from resharding.checkpoint.universal import groups_of, meta_of
 from resharding.checkpoint.unpickled import load_torch
 from resharding.listing import Tensor
 from resharding.pages import let_go
 
 _NAME = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_DIFFERENT = "{key} is said to be replicated, and tensor parallel ranks have different numbers"
+_AUTOEP = ("ds_autoep_layers", "autoep_layers")
+"""where a model parallel rank says which experts DeepSpeed's AutoEP has spread, and how"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +215,8 @@ class DeepSpeedSource:
         self._patterns: Patterns = read_patterns(patterns) if "rules" in patterns else from_deepspeed(info)
         if vocab_size is not None:
             raise BadCheckpoint(f"--vocab-size {vocab_size}: name the tensors and their rows with --patterns instead")
+        if any(said.get(key) for each in self._slices for said in (each.model, info) for key in _AUTOEP):
+            raise BadCheckpoint(f"{folder} has experts of AutoEP, which cannot be read yet")
         if self._slices[0].stage3 and first.get("frozen_param_shapes") and len(self._slices) > 1:
             raise BadCheckpoint(
                 f"{folder} is of ZeRO stage 3 with frozen parameters and tensor parallel, which cannot be read yet"
@@ -247,7 +253,7 @@ class DeepSpeedSource:
         trained = set(itertools.chain.from_iterable(each.ranges for each in self._slices))
         return {name: value for name, value in found.items() if name not in trained}
 
-    def _whole(self, name: str) -> tuple[Shape, Pattern, list[_Slice]]:
+    def _whole(self, name: str) -> tuple[Shape, Layout, list[_Slice]]:
         """Return shape, pattern and holders of a parameter; of what pipeline stages share, those of the first one."""
         held = [each for each in self._slices if name in each.ranges]
         held = [each for each in held if each.pipeline_stage == held[0].pipeline_stage]
@@ -276,9 +282,14 @@ class DeepSpeedSource:
             shapes = [each.ranges[name].shape for each in held]
             for rank, each in enumerate(held):
                 data = self._read(each, kind, name)
-                for start, length, at in pattern.places(shapes, rank):
-                    offset = tuple(at if axis == pattern.axis else 0 for axis in range(len(shape)))
-                    part = stripped_part(_part(key, offset, data.narrow(pattern.axis, start, length)), shape)
+                for block in pattern.blocks(shapes, rank):
+                    mine = _block(data, block.start, block.size)
+                    if block.twin is not None:
+                        peer, start = block.twin
+                        if not torch.equal(mine, _block(self._read(held[peer], kind, name), start, block.size)):
+                            raise BadCheckpoint(_DIFFERENT.format(key=key))
+                        continue
+                    part = stripped_part(_part(key, block.at, mine), shape)
                     if part.data.size:
                         yield part
             return
@@ -286,7 +297,7 @@ class DeepSpeedSource:
         if pattern.kind == "average":
             values = [torch.stack([value.double() for value in values]).mean(dim=0).to(values[0].dtype)]
         elif any(not torch.equal(value, values[0]) for value in values):
-            raise BadCheckpoint(f"{key} is said to be replicated, and tensor parallel ranks have different numbers")
+            raise BadCheckpoint(_DIFFERENT.format(key=key))
         yield stripped_part(_part(key, (), values[0]), shape)
 
     def _read(self, held: _Slice, kind: str, name: str) -> torch.Tensor:
@@ -315,6 +326,10 @@ class DeepSpeedSource:
     def complaint(self) -> str | None:
         """Nothing is wrong with these in a way that could be seen."""
         return None
+
+
+def _block(data: torch.Tensor, start: Shape, size: Shape) -> torch.Tensor:
+    return data[tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))]
 
 
 def _part(key: str, offset: Shape, value: torch.Tensor) -> Part:

@@ -26,12 +26,39 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from resharding.boxes import Shape
 from resharding.checkpoint.format import BadCheckpoint
 
 KINDS = ("unique", "replicated", "average", "fragments")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of one rank's slice, and where it lies in the whole parameter."""
+
+    start: Shape
+    """in the slice"""
+    size: Shape
+    at: Shape
+    """in the whole"""
+    twin: tuple[int, Shape] | None = None
+    """an earlier rank that has the same block, and where in its slice: both have to have the same numbers"""
+
+
+class Layout(Protocol):
+    """How a parameter's slices go together."""
+
+    @property
+    def kind(self) -> str:
+        """One of :data:`KINDS`."""
+
+    def whole_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Return the shape that slices of these shapes make up. Raises ``ValueError`` if they make up none."""
+
+    def blocks(self, shapes: Sequence[Shape], rank: int) -> Iterator[Block]:
+        """Yield what a rank's slice consists of, for fragments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +68,10 @@ class Pattern:
     kind: str = "fragments"
     axis: int = 0
     parts: tuple[int, ...] = (1,)
+    widths: tuple[tuple[int, ...], ...] | None = None
+    """in place of ``parts``: for each of the several tensors, how many rows each rank has"""
+    ndim: int | None = None
+    """dimensions of the slices, if that is said"""
     rows: int | None = None
 
     def whole_shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -54,44 +85,62 @@ class Pattern:
             return self._kept(first)
         axis = self.axis
         others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
-        if axis >= len(first) or len(others) != 1:
+        if axis >= len(first) or len(others) != 1 or self.ndim not in (None, len(first)):
             raise ValueError(f"has slices of shapes {list(shapes)}, which do not go together along axis {axis}")
-        size = sum(shape[axis] for shape in shapes)
-        if size % sum(self.parts) or any(shape[axis] % sum(self.parts) for shape in shapes):
-            raise ValueError(f"has slices of {[s[axis] for s in shapes]} rows, not in proportion {list(self.parts)}")
-        return self._kept((*first[:axis], size, *first[axis + 1 :]))
+        sizes = [shape[axis] for shape in shapes]
+        if self.widths is None:
+            if any(size % sum(self.parts) for size in sizes):
+                raise ValueError(f"has slices of {sizes} rows, not in proportion {list(self.parts)}")
+        elif any(len(width) != len(sizes) for width in self.widths) or sizes != [
+            sum(each) for each in zip(*self.widths, strict=True)
+        ]:
+            raise ValueError(f"has slices of {sizes} rows, and is said to be cut into {list(self.widths)}")
+        return self._kept((*first[:axis], sum(sizes), *first[axis + 1 :]))
 
     def _kept(self, shape: Shape) -> Shape:
         return shape if self.rows is None else (min(self.rows, shape[0]), *shape[1:])
 
-    def places(self, shapes: Sequence[Shape], rank: int) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(start, length, at)`` for each part of a rank's slice, all along the axis.
-
-        ``start`` is where it begins in the slice, ``at`` where in the whole.
-        """
-        unit = [shape[self.axis] // sum(self.parts) for shape in shapes]
+    def blocks(self, shapes: Sequence[Shape], rank: int) -> Iterator[Block]:
+        """Yield each part of a rank's slice, all along the axis."""
+        shape = shapes[rank]
+        units = [other[self.axis] // sum(self.parts) for other in shapes]
         start, base = 0, 0
-        for part in self.parts:
-            at = base + sum(part * u for u in unit[:rank])
-            yield start, part * unit[rank], at
-            start += part * unit[rank]
-            base += part * sum(unit)
+        for widths in self.widths or [[part * unit for unit in units] for part in self.parts]:
+            size = (*shape[: self.axis], widths[rank], *shape[self.axis + 1 :])
+            yield Block(
+                start=self._along(start, len(shape)), size=size,
+                at=self._along(base + sum(widths[:rank]), len(shape)),
+            )  # fmt: skip
+            start += widths[rank]
+            base += sum(widths)
+
+    def _along(self, at: int, ndim: int) -> Shape:
+        return tuple(at if axis == self.axis else 0 for axis in range(ndim))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why slices cannot be put together, in place of a pattern."""
+
+    reason: str
 
 
 class Patterns:
     """Rules in order."""
 
-    def __init__(self, rules: Sequence[tuple[str, Pattern]]) -> None:
-        self._rules = [(re.compile(match), pattern) for match, pattern in rules]
+    def __init__(self, rules: Sequence[tuple[str, Layout | Refusal]]) -> None:
+        self._rules = [(re.compile(match), layout) for match, layout in rules]
 
-    def of(self, name: str, num_slices: int) -> Pattern:
+    def of(self, name: str, num_slices: int) -> Layout:
         """Return what holds for a parameter of which ``num_slices`` ranks have a slice.
 
         Raises ``BadCheckpoint`` where several have one and no rule says how they go together.
         """
-        for match, pattern in self._rules:
-            if match.fullmatch(name):
-                return pattern
+        for match, layout in self._rules:
+            if match.fullmatch(name) and not (isinstance(layout, Refusal) and num_slices == 1):
+                if isinstance(layout, Refusal):
+                    raise BadCheckpoint(f"{name} {layout.reason}; pass rules with --patterns")
+                return layout
         if num_slices == 1:
             return Pattern(kind="unique")
         raise BadCheckpoint(
@@ -102,7 +151,7 @@ class Patterns:
 
 def read_patterns(value: Mapping[str, Any]) -> Patterns:
     """Read a specification. Raises ``BadCheckpoint`` for a rule that says nothing."""
-    rules = []
+    rules: list[tuple[str, Layout | Refusal]] = []
     for row in value.get("rules", []):
         try:
             rules.append(_rule(row))
@@ -122,21 +171,3 @@ def _rule(row: Mapping[str, Any]) -> tuple[str, Pattern]:
         raise ValueError(row["pattern"])
     re.compile(row["match"])
     return row["match"], pattern
-
-
-def from_deepspeed(info: Mapping[str, Any]) -> Patterns:
-    """Read what a DeepSpeed checkpoint says of itself in ``universal_checkpoint_info``."""
-    rules: list[tuple[str, Pattern]] = []
-    rows = info.get("original_vocab_size")
-    vocabulary = list(info.get("vocabulary_parameter_patterns", []))
-    for key, pattern in (
-        ("tp_replicated_parameter_patterns", Pattern(kind="replicated")),
-        ("parameter_to_average_patterns", Pattern(kind="average")),
-        ("parameter_with_row_parallelism_patterns", Pattern(axis=1)),
-        ("parameter_with_2_sub_params_cat_dim_0", Pattern(parts=(1, 1))),
-    ):
-        rules.extend((f"(?:{match}).*", pattern) for match in info.get(key, []))
-    rules.extend((f"(?:{match}).*", Pattern(rows=rows)) for match in vocabulary)
-    if info:
-        rules.append((".*", Pattern()))  # what it does not name is cut along the first axis
-    return Patterns(rules)

@@ -1,6 +1,7 @@
 """One rank of a DeepSpeed job: RANK SIZE STAGE PORT FOLDER KIND. Trains a small model, saves; ends.
 
-KIND is plain, fp32, frozen (some parameters are not trained), experts, or pipeline (two stages, a tied embedding).
+KIND is plain, fp32, frozen (some parameters are not trained), experts, pipeline (two stages, a tied embedding), or
+autotp (every parameter that can be is cut over all ranks).
 """
 
 from __future__ import annotations
@@ -52,6 +53,33 @@ class Mixture(torch.nn.Module):
 
     def forward(self, tokens):
         return self.head(self.second(self.first(self.embed(tokens))[0])[0])
+
+
+class Fused(torch.nn.Module):
+    """Query, key and value in one, a layer cut along its input with a bias that is whole, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 6)
+        self.norm = torch.nn.LayerNorm(6)
+        self.qkv = torch.nn.Linear(6, 12, bias=False)
+        self.out = torch.nn.Linear(12, 6)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+
+    def forward(self, tokens):
+        return self.head(self.out(torch.relu(self.qkv(self.norm(self.embed(tokens))))))
+
+
+AUTOTP = {
+    "autotp_size": 2,
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*qkv\.weight$"], "partition_type": "column", "shape": [[8, 2, 2], -1], "partition_dim": 0},
+            {"patterns": [r".*out\.weight$"], "partition_type": "row"},
+        ],
+    },
+}
 
 
 class Embedding(torch.nn.Module):
@@ -115,7 +143,7 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled here and now
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
-    net = {"experts": Mixture, "pipeline": pipeline}.get(kind, Net)()
+    net = {"experts": Mixture, "pipeline": pipeline, "autotp": Fused}.get(kind, Net)()
     if kind == "frozen":
         net.embed.weight.requires_grad = net.layers[1].bias.requires_grad = False
     trained = [param for param in net.parameters() if param.requires_grad]
@@ -133,8 +161,11 @@ def main() -> None:
         "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
+    if kind == "autotp":
+        config |= {"tensor_parallel": AUTOTP}
+        del config["train_batch_size"]  # half of the ranks share each sample
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
-    dice = torch.Generator().manual_seed(rank)
+    dice = torch.Generator().manual_seed(0 if kind == "autotp" else rank)
     for _ in range(3):
         if kind == "pipeline":
             batch = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(rank))
@@ -145,7 +176,8 @@ def main() -> None:
         engine.backward(loss)
         engine.step()
     engine.save_checkpoint(folder)
-    torch.save(dict(state_of(net, engine.optimizer, rank, kind)), f"{folder}/truth-{rank}")
+    if kind != "autotp":
+        torch.save(dict(state_of(net, engine.optimizer, rank, kind)), f"{folder}/truth-{rank}")
     dist.barrier()
     dist.destroy_process_group()
 

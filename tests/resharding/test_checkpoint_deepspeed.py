@@ -160,6 +160,22 @@ def test_stages_experts_and_what_is_not_trained_give_the_state_that_deepspeed_ha
     assert sorted(named) == sorted(key.partition("/")[2] for key in truth if key.startswith("exp_avg/"))
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_autotp_has_cut_goes_together_as_in_deepspeeds_own_converter(tmp_path: Path) -> None:
+    """Query, key and value of unequal size in one tensor, a layer cut by columns, and all that is whole."""
+    pytest.importorskip("deepspeed")
+    path = trained(tmp_path, 1, "autotp")
+    ours = read(convert(DeepSpeedSource(path, model={}, patterns={}), tmp_path / "ours").path)
+    source = UniversalSource(universal(path, tmp_path / "universal"), model={})
+    theirs = read(convert(source, tmp_path / "theirs").path)
+    assert theirs["weight/qkv.weight"].shape == (12, 6)
+    assert theirs["exp_avg/out.weight"].shape == (6, 12)
+    assert {key for key in ours if not key.startswith("main/")} == theirs.keys()
+    for key, value in theirs.items():  # a universal folder has the main values as its weights
+        assert torch.equal(ours[key.replace("weight/", "main/")], value), key
+
+
 def _slices(whole: torch.Tensor, axis: int, parts: list[int], widths: list[int]) -> list[torch.Tensor]:
     """Cut each of several tensors along an axis into slices of unequal widths, and put a rank's together."""
     sections = [part * sum(widths) for part in parts]
@@ -181,8 +197,9 @@ def test_fragments_of_several_tensors_and_of_unequal_size_go_together(axis, part
     assert pattern.whole_shape(shapes) == tuple(whole.shape)
     again = torch.full_like(whole, -1)
     for rank, piece in enumerate(pieces):
-        for start, length, at in pattern.places(shapes, rank):
-            again.narrow(axis, at, length).copy_(piece.narrow(axis, start, length))
+        for block in pattern.blocks(shapes, rank):
+            there = [slice(at, at + length) for at, length in zip(block.at, block.size, strict=True)]
+            again[there] = piece[[slice(at, at + length) for at, length in zip(block.start, block.size, strict=True)]]
     assert torch.equal(again, whole)
 
 
