@@ -1,6 +1,7 @@
 """Damage to state on its way, once in each change of world, in the worker that comes to it first.
 
 ``flipped``   one byte of a weight is another one on the wire
+``moment``    the same of an optimizer's moment, whenever that moves
 ``missing``   the plan of a joiner has one box of a weight less
 ``twice``     the plan of a joiner has one box of a weight twice
 ``swapped``   a sender takes two boxes for each other: SwiGLU's halves, or others of one size
@@ -45,12 +46,16 @@ class Damages:
     def _damage(self, plan, source, target, transport, *, keep):
         what = self._order.get(self._generation)
         if what in ("missing", "twice"):
-            for at in _weights(plan.recvs, target):
+            for at in _matrices(plan.recvs, target):
                 if self._is_first(what, [target.boxes[plan.recvs[at].cut.piece].key]):
                     plan.recvs[at : at + 1] = [plan.recvs[at]] * (2 if what == "twice" else 0)
                 return transport
-        if what == "flipped":
-            for at in _weights(plan.sends, source) if keep else _first_weights(plan, source):
+        if what in ("flipped", "moment"):
+            if what == "moment":
+                found = _matrices(plan.sends, source, "exp_avg/")
+            else:
+                found = _matrices(plan.sends, source) if keep else _first_weights(plan, source)
+            for at in found:
                 cut = plan.sends[at].cut
                 if self._is_first(what, [source.boxes[cut.piece].key]):
                     return _Flipping(transport, _bytes(stream._slice(source, cut)))
@@ -73,10 +78,10 @@ class Damages:
         return False
 
 
-def _weights(transfers, holding):
-    """Return where matrices of weights are."""
+def _matrices(transfers, holding, prefix="weight/"):
+    """Return where matrices are, by default of weights."""
     boxes = [holding.boxes[transfer.cut.piece] for transfer in transfers]
-    return [at for at, box in enumerate(boxes) if box.key.startswith("weight/") and len(box.shape) == 2]
+    return [at for at, box in enumerate(boxes) if box.key.startswith(prefix) and len(box.shape) == 2]
 
 
 def _first_weights(plan, source):
@@ -90,7 +95,7 @@ def _first_weights(plan, source):
 
 def _pairs(plan, source):
     """Yield pairs of weights of one size for one peer: SwiGLU's halves first, then others."""
-    weights = _weights(plan.sends, source)
+    weights = _matrices(plan.sends, source)
     halves = [at for at in weights if source.boxes[plan.sends[at].cut.piece].key.endswith("linear_fc1.weight")]
     for one, other in itertools.chain(itertools.combinations(halves, 2), itertools.combinations(weights, 2)):
         first, second = plan.sends[one], plan.sends[other]

@@ -9,16 +9,22 @@ oracle), and ``pids.jsonl``. ``PROBE`` in the environment is a JSON object of op
 ``dump_state``    write raw state around every change
 ``evaluate``      evaluate a fixed batch around every change
 ``save``          save and reload with Megatron's own checkpoint after every change
-``steps_per_change`` slow steps down while fewer than ``step / steps_per_change`` changes have been seen, so that a
-                  run of few steps holds many changes whatever the machine's speed, and until the file ``hurry`` is there
+``steps_per_change`` while fewer than ``step / steps_per_change`` changes have been seen, a step waits until one is
+                  armed, at most ``PATIENCE_S``, so that a run of few steps holds many changes whatever the machine's
+                  speed; not any more once the file ``hurry`` is there
 ``hang_in_build`` a generation in whose build this worker stops for good, if it joins
 ``forget_scheduler`` builds of survivors return no scheduler
 ``scarce_memory`` the host has hardly any to spare
 ``damage``        how the stream of each change is damaged, in turn; see ``damage.py``
 ``fail_stream``   a rank of the first world whose first stream fails before it has begun
 ``fail_release``  a rank whose first stream fails when it has given so many pieces of its old state back: [rank, pieces]
+``until_armed``   a step that waits until a change is armed, so that this comes two steps later on every run
 ``late``          with ``--defer optimizer``: let the optimizer's state set out only when the first forward and backward of
-                  the new world have run; of workers it names, ``fail`` or ``kill`` their part of it then
+                  the new world have run; of workers it names, ``fail`` their part of it then, or ``kill`` them when the
+                  first of their messages has gone
+``beside``        with ``--defer optimizer``, for one change without leavers: let the first of the optimizer's state arrive
+                  only when forward has begun, backward begin only when it has arrived, and the rest set out only
+                  when both are over; write the order of all this to ``beside.jsonl``
 ``no_hooks``      register no hooks
 ``memory``        write down what the process holds around every change
 ``announce``      touch this file when a joiner builds
@@ -43,6 +49,7 @@ import train  # noqa: E402
 from damage import Damages  # noqa: E402
 from held import resources  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
 import liverun  # noqa: E402
 from liverun import fence, prepare  # noqa: E402
@@ -50,6 +57,7 @@ from resharding import stream  # noqa: E402
 
 NUM_BYTES = 12
 """of a parameter: fp32 and Adam's two moments"""
+PATIENCE_S = 5.0
 OPTIONS = json.loads(os.environ.get("PROBE", "{}"))
 OUT = Path(sys.argv.pop(1))
 
@@ -212,7 +220,8 @@ class Held:
             while not (OUT / "late.jsonl").exists() or '"generation": 2' not in (OUT / "late.jsonl").read_text():
                 assert time.monotonic() < deadline, "the new world computed nothing"
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            plan, source, target, transport, *rest = arguments
+            return real_execute(plan, source, target, Dying(transport), *rest, **options)
         return real_execute(*arguments, **options)
 
     def forward_backward(self, real, *arguments, **options):
@@ -226,6 +235,106 @@ class Held:
         return result
 
 
+class Done:
+    """A send or receive that is over; gloo's own would wait for another one if asked twice."""
+
+    def wait(self):
+        pass
+
+
+class Dying:
+    """A transport whose process is killed when its first message has gone and the second would follow."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.device = inner.device
+        self.irecv = inner.irecv
+        self._has_sent = False
+
+    def isend(self, tensor, peer):
+        if self._has_sent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._inner.isend(tensor, peer).wait()
+        self._has_sent = True
+        return Done()
+
+
+class Beside:
+    """Lets the optimizer's state and the first step of a new world wait for each other, and notes who came when.
+
+    Each rank's share of the state waits for forward to begin. Forward is let run then, and what comes after it waits
+    until the first message is there; all others wait until backward is over too. A stream that is over before the
+    first forward, or begins after it, so ends in a time-out.
+    """
+
+    def __init__(self):
+        self.began, self.arrived, self.computed = (threading.Event() for _ in range(3))
+        self.has_stepped = True
+        for event in (self.began, self.arrived, self.computed):
+            event.set()  # nothing waits in the first world
+
+    def install(self):
+        real_execute, real_forward, real_compute = stream.execute, train.forward_step, train.forward_backward
+        stream.execute = lambda *arguments, **options: self.execute(real_execute, *arguments, **options)
+        train.forward_step = lambda *arguments: self.forward_step(real_forward, *arguments)
+        train.forward_backward = lambda *arguments, **options: self.forward_backward(real_compute, *arguments, **options)
+        register_optimizer_step_pre_hook(lambda *_: self.note_first_step())
+
+    def note(self, what, **more):
+        train.append_line(OUT / "beside.jsonl", {"rank": int(os.environ["RANK"]), "what": what, **more})
+
+    def execute(self, real, plan, source, target, transport, *arguments, **options):
+        if not threading.current_thread().name.startswith("liverun-late-"):
+            for event in (self.began, self.arrived, self.computed):
+                event.clear()
+            return real(plan, source, target, transport, *arguments, **options)
+        report = real(plan, source, target, InTurn(transport, self), *arguments, **options)
+        self.note("whole", keys=sorted({piece.box.key.split("/")[0] for piece in target.pieces}))
+        return report
+
+    def forward_step(self, real, *arguments):
+        is_first = not self.began.is_set()
+        if is_first:
+            self.note("forward")
+            self.began.set()
+        result = real(*arguments)
+        if is_first:
+            assert self.arrived.wait(60), "nothing of the optimizer's state came beside the first forward"
+        return result
+
+    def forward_backward(self, real, *arguments, **options):
+        result = real(*arguments, **options)
+        if not self.computed.is_set():
+            self.note("computed")
+            self.computed.set()
+            self.has_stepped = False
+        return result
+
+    def note_first_step(self):
+        if not self.has_stepped:
+            self.has_stepped = True
+            self.note("step")
+
+
+class InTurn:
+    """A transport that receives one message after the other, when it is their turn."""
+
+    def __init__(self, inner, beside):
+        self._inner = inner
+        self.device = inner.device
+        self.isend = inner.isend
+        self._beside = beside
+
+    def irecv(self, tensor, peer):
+        beside = self._beside
+        awaited = beside.computed if beside.arrived.is_set() else beside.began
+        assert awaited.wait(60), "the first step computed nothing while the optimizer's state was on its way"
+        self._inner.irecv(tensor, peer).wait()
+        beside.note("arrived", num_bytes=tensor.numel())
+        beside.arrived.set()
+        return Done()
+
+
 def write_last_resources():
     """Registered before ``join``, so it runs after everything that ``join`` registers."""
     record = {
@@ -233,6 +342,20 @@ def write_last_resources():
         "threads": len(list(Path("/proc/self/task").iterdir())),
     }
     train.append_line(OUT / "exits.jsonl", record)
+
+
+def wait_for_change(job):
+    deadline = time.monotonic() + PATIENCE_S
+    hurry = Path(OPTIONS.get("hurry", "-"))
+    while job._worker.gate._armed is None and not hurry.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def wait_until_armed(job):
+    deadline = time.monotonic() + 120
+    while job._worker.gate._armed is None:
+        assert time.monotonic() < deadline, "no change was asked for"
+        time.sleep(0.01)
 
 
 def main():
@@ -272,13 +395,17 @@ def main():
         held, real_execute, real_compute = Held(), stream.execute, train.forward_backward
         stream.execute = lambda *arguments, **options: held.execute(real_execute, *arguments, **options)
         train.forward_backward = lambda *arguments, **options: held.forward_backward(real_compute, *arguments, **options)
+    if OPTIONS.get("beside"):
+        Beside().install()
     real_train_step = train.train_step
 
     def train_step(*arguments):
         step = arguments[-1]
+        if step.index == OPTIONS.get("until_armed"):
+            wait_until_armed(probes[0].job)
         pace = OPTIONS.get("steps_per_change")
-        if pace and step.world.generation - 1 < step.index / pace and not Path(OPTIONS.get("hurry", "-")).exists():
-            time.sleep(1.0)
+        if pace and step.world.generation - 1 < step.index / pace:
+            wait_for_change(probes[0].job)
         if OPTIONS.get("resources"):
             train.append_line(
                 OUT / "resources.jsonl",

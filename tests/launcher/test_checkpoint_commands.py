@@ -69,6 +69,35 @@ def test_verify_names_what_is_damaged_and_diff_says_how_far_apart(bed: Bed, tmp_
     assert found["weight/embedding"]["max_abs"] == float((parts[0] - parts[1]).abs().max())
 
 
+def test_diff_names_what_one_has_alone_and_what_has_another_shape_or_type(
+    bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = files.save(tmp_path / "one", 1)
+    tensors = files.state(1)
+    del tensors["weight/scalar"]
+    tensors["weight/bias"] = torch.zeros(3)
+    tensors["weight/embedding"] = torch.zeros(12, 7)
+    tensors["exp_avg/embedding"] = tensors["exp_avg/embedding"].bfloat16()  # the same numbers
+    monkeypatch.setattr(files, "state", lambda _value: tensors)
+    other = files.save(tmp_path / "other", 2)
+    wanted = {
+        "weight/scalar": ("only in A", "float32 []"), "weight/bias": ("only in B", "float32 [3]"),
+        "weight/embedding": ("shape", "float32 [11, 7] in A, float32 [12, 7] in B"),
+        "exp_avg/embedding": ("dtype", "float32 [11, 7] in A, bfloat16 [11, 7] in B"),
+    }  # fmt: skip
+    shown = run(bed, "diff", str(one), str(other))
+    assert (shown.returncode, shown.stderr) == (1, "")
+    assert sorted(shown.stdout.splitlines()) == sorted(f"{key}: {': '.join(said)}" for key, said in wanted.items())
+    told = run(bed, "diff", str(one), str(other), "--json")
+    assert (told.returncode, told.stderr) == (1, "")
+    found = json.loads(told.stdout)
+    assert (found["same"], found["steps"]) == (False, {"a": 1, "b": 2})
+    assert {row["key"]: (row["what"], row["detail"]) for row in found["tensors"]} == wanted
+    assert {(row["num_different"], row["max_abs"]) for row in found["tensors"]} == {(0, None)}
+    same = run(bed, "diff", str(other), str(other), "--json")
+    assert (same.returncode, json.loads(same.stdout)) == (0, {"same": True, "steps": {"a": 2, "b": 2}, "tensors": []})
+
+
 def test_what_is_no_checkpoint_is_said_with_exit_code_2(bed: Bed, tmp_path: Path) -> None:
     for command in ("inspect", "verify"):
         done = run(bed, command, str(tmp_path))

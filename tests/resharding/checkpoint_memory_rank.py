@@ -21,14 +21,16 @@ from resharding.boxes import DTYPE_SIZES_BYTES, Box, Holding, Piece
 from resharding.checkpoint import reader
 from resharding.checkpoint.convert import convert
 from resharding.checkpoint.deepspeed import DeepSpeedSource
+from resharding.checkpoint.export import FAMILY, export_llama
 from resharding.checkpoint.folder import fresh_nonce
 from resharding.checkpoint.format import Meta
-from resharding.checkpoint.fused import gate_up
+from resharding.checkpoint.fused import gate_up, query_key_value
 from resharding.checkpoint.megatron_dist import MegatronSource
 from resharding.checkpoint.megatron_write import write_megatron
 from resharding.checkpoint.opened import Checkpoint
 from resharding.checkpoint.parts import Part
 from resharding.checkpoint.sums import BITS
+from resharding.checkpoint.universal import UniversalSource
 from resharding.listing import Tensor
 
 SHAPE = (2048, 512)
@@ -37,6 +39,14 @@ KINDS = {"weight": "float32", "exp_avg": "float32", "exp_avg_sq": "bfloat16"}
 FEW, MANY = 1, 3
 """layers"""
 NAMES = ("mlp.linear_fc1", "mlp.linear_fc2")
+RULES = {
+    "rules": [
+        {"match": ".*linear_fc1.*", "pattern": "fragments", "parts": [1, 1]},
+        {"match": ".*linear_fc2.*", "pattern": "fragments", "axis": 1},
+    ]
+}
+"""for slices of two tensor parallel ranks"""
+LLAMA = {**FAMILY, "rotary_base": 10000, "layernorm_epsilon": 1e-5, "max_sequence_length": 128}
 
 
 def peak_of(work: Callable[[int], object], layers: int) -> int:
@@ -79,6 +89,20 @@ class Made:
         return None
 
 
+class Llama(Made):
+    """The same, of weights that Llama has."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        names = [f"decoder.layers.{layer}.self_attention.linear_qkv.weight" for layer in range(layers)]
+        self.tensors = [
+            *(tensor for tensor in self.tensors if tensor.key.startswith("weight/")),
+            *(Tensor(f"weight/{name}", KINDS["weight"], SHAPE, False) for name in names),
+            Tensor("weight/embedding.word_embeddings.weight", KINDS["weight"], SHAPE, False),
+        ]
+        self.fused |= {name: query_key_value(name, heads=24, groups=4, head_dim=SHAPE[0] // 32) for name in names}
+
+
 def holding_of(layers: int) -> Holding:
     """Places for all of every third tensor, and most columns of the others."""
     pieces = []
@@ -110,6 +134,19 @@ def main() -> None:
     def zero(layers: int) -> None:
         convert(DeepSpeedSource(folder / f"zero{layers}", model={}, patterns={}), folder / fresh_nonce())
 
+    def zero_3(layers: int) -> None:
+        convert(DeepSpeedSource(folder / f"zero-3-{layers}", model={}, patterns={}), folder / fresh_nonce())
+
+    def slices(layers: int) -> None:
+        convert(DeepSpeedSource(folder / f"slices{layers}", model={}, patterns=RULES), folder / fresh_nonce())
+
+    def universal(layers: int) -> None:
+        convert(UniversalSource(folder / f"universal{layers}", model={}), folder / fresh_nonce())
+
+    def export(layers: int) -> None:
+        with Checkpoint.open(folder / f"llama{layers}") as checkpoint:
+            export_llama(checkpoint, folder / fresh_nonce(), model=LLAMA)
+
     def read(layers: int) -> None:
         with Checkpoint.open(folder / f"ours{layers}") as checkpoint:
             assert reader.read_into(checkpoint, held[layers]) == held[layers].nbytes
@@ -117,8 +154,9 @@ def main() -> None:
     for layers in (FEW, MANY):
         with Checkpoint.open(convert(Made(layers), folder / f"ours{layers}").path) as checkpoint:
             write_megatron(checkpoint, folder / f"theirs{layers}")
+        convert(Llama(layers), folder / "made").path.rename(folder / f"llama{layers}")
     found = {}
-    for work in (make, write, back, buckets, zero, read):
+    for work in (make, write, back, buckets, zero, zero_3, slices, universal, export, read):
         found[work.__name__] = [peak_of(work, layers) for layers in (FEW, MANY)]
     print(json.dumps(found))
 

@@ -19,14 +19,13 @@ from resharding.plan import plan_for
 from resharding.stream import execute
 from resharding.transport import ProcessGroupTransport
 
-MODEL = Model(layers=2, dtype=torch.bfloat16 if sys.argv[4] == "bf16" else torch.float32)
-
 
 def loss_of(chunks, tokens):
     """Mean loss over the whole batch; every data parallel rank has its share of ``tokens`` [batch, sequence + 1]."""
     share = tokens.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
-    positions = torch.arange(MODEL.sequence).expand(len(share), -1)
-    mask = torch.triu(torch.ones(MODEL.sequence, MODEL.sequence, dtype=torch.bool), 1)[None, None]
+    sequence = tokens.shape[1] - 1
+    positions = torch.arange(sequence).expand(len(share), -1)
+    mask = torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)[None, None]
     return chunks[0](share[:, :-1], positions, mask, labels=share[:, 1:]).float().mean()
 
 
@@ -65,7 +64,8 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )  # fmt: skip
     bridge = dist.distributed_c10d._get_default_group()
-    batches = torch.randint(MODEL.vocab, (6, 4, MODEL.sequence + 1), generator=torch.Generator().manual_seed(1))
+    model = Model(layers=2, dtype=torch.bfloat16 if sys.argv[4] == "bf16" else torch.float32)
+    batches = torch.randint(model.vocab, (6, 4, model.sequence + 1), generator=torch.Generator().manual_seed(1))
     chunks, optimizer, losses = None, None, []
     for number, split in enumerate([Split(tp=size), Split(dp=size), Split(tp=size)]):
         source = megatron.holding_of(chunks, optimizer) if chunks else None
@@ -73,7 +73,7 @@ def main() -> None:
         if chunks:
             mpu.destroy_model_parallel()
         mpu.initialize_model_parallel(split.tp, split.pp, create_gloo_process_groups=False)
-        new_chunks, new_optimizer = bed.build(MODEL, split)
+        new_chunks, new_optimizer = bed.build(model, split)
         if source is not None:
             megatron.materialize_optimizer_state(new_optimizer, empty=True)
             target = megatron.holding_of(new_chunks, new_optimizer)
