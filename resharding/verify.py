@@ -87,7 +87,7 @@ class Checks:
         """Compare what arrived of this layer from a peer with its digests."""
         for value, (found, name) in zip(sent, self._arrived[peer], strict=True):
             if value != found:
-                self._damaged.append(f"{name} did not arrive from rank {peer} as it was sent")
+                self._damaged.append(f"{name} did not arrive from rank {peer} of the bridge as it was sent")
 
     def raise_if_damaged(self) -> None:
         """Raise ``Damaged`` for the first difference, with the number of further ones."""
