@@ -178,6 +178,47 @@ def test_a_plan_needs_nothing_running_and_reads_flags_and_files(tmp_path: Path) 
     assert found["ranks"][0]["bytes_local"] == found["ranks"][0]["bytes_after"] > 0
 
 
+def test_the_table_has_the_figures_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command's table, and what its process for the model prints: that is handed on as it is with ``--json``."""
+    flags = ["--num-layers=2", "--hidden-size=2048", "--num-attention-heads=16", "--vocab-size=64000", "--bf16"]
+    flags.append("--use-distributed-optimizer")
+    words = ["--from=tp=2,dp=4", "--to=tp=4,pp=2", "--workers-per-node=2"]
+    tables = run(*words, "--rate=2GB", "--staging=1MB", "--", *flags)
+    assert tables.returncode == 0, tables.stderr
+    main([*words, "--bytes-per-s=2000000000", "--staging-bytes=1000000", "--", *flags])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    head, peaks, *lines = tables.stdout.splitlines()
+    estimate = found["estimate"]
+    assert head == (
+        f"8 workers, tp=2, dp=4 -> 8 workers, tp=4, pp=2, dp=1: {amount(found['bytes_moved'])} moved, "
+        f"{amount(found['bytes_between_nodes'])} of it between nodes, {amount(found['bytes_local'])} local; "
+        f"about {estimate['seconds']:.3g} s at {amount(estimate['bytes_per_s'])} a second"
+    )
+    assert peaks == (
+        f"state and staging of a worker: at most {amount(estimate['peak_bytes_kept'])} if the old state is kept, "
+        f"{amount(estimate['peak_bytes_freed'])} if layers are given back"
+    )
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    ways = ("before", "after", "sent", "received", "local")
+    ranks = [[str(rank["rank"]), rank["node"], *(amount(rank[f"bytes_{way}"]) for way in ways)] for rank in found["ranks"]]
+    assert rows[: len(ranks)] == ranks
+    assert len({cell for row in ranks for cell in row}) > 20, "figures so alike that a wrong column would not show"
+    links = [
+        [str(link["from"]), str(link["to"]), amount(link["bytes"]), "two" if link["between_nodes"] else "one"]
+        for link in found["links"]
+    ]
+    shown = rows[len(ranks) :]
+    assert len(shown) == 10 < len(links)
+    assert all(row in links for row in shown)
+    busiest = sorted((link["bytes"] for link in found["links"]), reverse=True)
+    assert [row[2] for row in shown] == [amount(nbytes) for nbytes in busiest[:10]]
+    assert lines[-1] == f"the 10 busiest of {len(links)} links; --json has all"
+
+
+def amount(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "liverun", "plan", *words], capture_output=True, text=True, check=False, cwd=ROOT

@@ -10,12 +10,15 @@ import functools
 import gc
 import itertools
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import bed
 import common_state
 import memory
+import networkx as nx  # torch depends on it
 import numpy as np
 import oracle
 import torch
@@ -33,9 +36,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 MODELS = {
     "fp32": Model(),
-    "bf16, grouped queries, biases": Model(dtype=BF16, tied=False, groups=2, bias=True),
+    "bf16, grouped queries, biases": Model(dtype=BF16, tied=False, groups=2, bias=True, vocab=66, vocab_multiple=16),
     "fp16, optimizer not distributed": Model(dtype=FP16, distributed=False),
-    "fp16": Model(dtype=FP16, layers=7),
+    "fp16": Model(dtype=FP16, layers=8),
     "plain MLP, learned positions": Model(dtype=BF16, gated=False, learned=True, bias=True),
     "padded vocabulary": Model(dtype=BF16, vocab=66, vocab_multiple=16),
     "BERT": Model(dtype=BF16, gated=False, bias=True, bert=True),
@@ -54,6 +57,8 @@ MODELS = {
     "Mamba, attention, MLP": Model(dtype=BF16, hybrid="M*-M"),
 }
 SMALL, LARGE = 16, 64
+UNEVEN = {4: [(1, 0), (0, 1)], 8: [(2, 0), (0, 4), (1, 1), (5, 0)]}
+"""layers of the first and of the last stage, by how many there are; of 8 some can be cut into virtual stages"""
 
 
 @functools.cache
@@ -63,20 +68,23 @@ def splits(name: str) -> tuple[list[Split], list[Split]]:
     found: tuple[list[Split], list[Split]] = ([], [])
     vpps = [1] if model.hybrid or model.bert or model.ahead or model.layers < 4 else [1, 2]
     eps, etps = ([1, 2, 4], [0, 1, 2]) if model.experts else ([1], [0])
-    uneven = [(0, 0), (1, 0), (0, 1)] if model.layers >= 4 and not model.hybrid else [(0, 0)]
+    uneven = [(0, 0), *([] if model.hybrid else UNEVEN.get(model.layers, []))]
+    pps = [1, 2, 3, 4] if model.layers == 8 else [1, 2, 4]
     for tp, pp, dp, cp, vpp, ep, etp, (first, last), sp in itertools.product(
-        [1, 2, 4], [1, 2, 4], [1, 2, 3, 4, 5, 8], [1, 2], vpps, eps, etps, uneven, [False, True]
+        [1, 2, 4], pps, [1, 2, 3, 4, 5, 8], [1, 2], vpps, eps, etps, uneven, [False, True]
     ):
         split = Split(tp=tp, pp=pp, dp=dp, cp=cp, vpp=vpp, ep=ep, etp=etp, first=first, last=last, sequence_parallel=sp)
-        stages, layers = pp - bool(first or last), model.layers - first - last
+        stages, layers = pp - bool(first) - bool(last), model.layers - first - last
         if (
             pp > model.layers
-            or (vpp > 1 and pp != 2)
-            or not stages
+            or (vpp > 1 and pp == 1)
+            or stages < 1
             or layers % (stages * vpp)
-            or ((first or last) and (vpp > 1 or layers // stages == 1))
+            or first % vpp
+            or last % vpp
+            or layers // stages in (first, last)  # as many as the others: not uneven
             or (sp and (tp == 1 or model.hybrid))
-            or (cp > 1 and (model.hybrid or model.bert))
+            or (cp > 1 and model.bert)
             or (tp * cp * dp) % (split.expert_tp * ep)
             or (model.experts and ep == 1 and tp % split.expert_tp)  # see test_experts_whose_parts_share_…
         ):
@@ -157,6 +165,11 @@ class Members:
     new: tuple[int, ...]
     size: int
 
+    @property
+    def hosts(self) -> list[str]:
+        """Four members to a host."""
+        return [f"host{place // 4}" for place in range(self.size)]
+
 
 def in_order(before: Split, after: Split) -> Members:
     """Return members that keep their ranks, where the last ones leave or join."""
@@ -194,7 +207,7 @@ def move(
         targets[place], needed[place] = rank.holding, listing
     for target in targets:
         bed.poison(target)
-    plans = plan_all(held, needed, [f"host{place // 4}" for place in range(members.size)])
+    plans = plan_all(held, needed, members.hosts)
     network = memory.Network()
     if keep:
         memory.stream_all(plans, sources, targets, staging_bytes, network)
@@ -251,13 +264,21 @@ def _overhead(plans: list[RankPlan], staging_bytes: int) -> int:
 
 
 def _least(name: str, before: Split, after: Split, members: Members) -> int:
+    return least_bytes(*_sides(name, before, after, members))
+
+
+def least_of_the_busiest(name: str, before: Split, after: Split, members: Members) -> float:
+    return least_busiest(*_sides(name, before, after, members), members.hosts)
+
+
+def _sides(name: str, before: Split, after: Split, members: Members) -> tuple[list[list[Box]], list[list[Box]]]:
     nothing: list[Box] = []
     held, needed = [nothing] * members.size, [nothing] * members.size
     for place, has in zip(members.old, boxes(name, before), strict=True):
         held[place] = has
     for place, needs in zip(members.new, boxes(name, after), strict=True):
         needed[place] = needs
-    return least_bytes(held, needed)
+    return held, needed
 
 
 def least_bytes(old: list[list[Box]], new: list[list[Box]]) -> int:
@@ -277,6 +298,50 @@ def least_bytes(old: list[list[Box]], new: list[list[Box]]) -> int:
             here = int(marks[box.key][_within(box)].sum()) if box.key in marks else 0
             total += (numel - here) * box.itemsize_bytes
     return total
+
+
+def least_busiest(old: Sequence[Sequence[Box]], new: Sequence[Sequence[Box]], hosts: Sequence[str]) -> float:
+    """Return how much the busiest of up to 63 senders sends at least, were bytes cut as finely as one likes.
+
+    What a rank needs may come from any holder on its host, and from the others only if there is none. No level is
+    enough that is below what some ranks alone can send, shared evenly between them; a flow finds ranks for which it is
+    not, until there are none.
+    """
+    wanted = _wanted(old, new, hosts)
+    total, least = sum(wanted.values()), 0.0
+    while total:
+        graph = nx.DiGraph()
+        for holders, nbytes in wanted.items():
+            graph.add_edge("all", holders, capacity=nbytes)
+            graph.add_edges_from((holders, rank) for rank in holders)
+            for rank in holders:
+                graph.add_edge(rank, "wire", capacity=least)
+        flow, (short, _) = nx.minimum_cut(graph, "all", "wire")
+        if flow >= total * (1 - 1e-9):
+            break
+        alone = {rank for rank in short if isinstance(rank, int)}
+        least = sum(nbytes for holders, nbytes in wanted.items() if holders <= alone) / len(alone)
+    return least
+
+
+def _wanted(
+    old: Sequence[Sequence[Box]], new: Sequence[Sequence[Box]], hosts: Sequence[str]
+) -> Counter[frozenset[int]]:
+    """Return bytes by the ranks that may send them, element by element."""
+    marks: dict[str, np.ndarray] = {}
+    for rank, held in enumerate(old):
+        for box in held:
+            marks.setdefault(box.key, np.zeros(box.global_shape, dtype=np.int64))[_within(box)] |= 1 << rank
+    found: Counter[frozenset[int]] = Counter()
+    for rank, needed in enumerate(new):
+        near = sum(1 << peer for peer, host in enumerate(hosts) if host == hosts[rank])
+        for box in needed:  # beyond the old world's rows there are no marks, and nothing comes from anywhere
+            for bits, count in zip(*np.unique(marks[box.key][_within(box)], return_counts=True), strict=True):
+                if bits and not bits >> rank & 1:
+                    may = int(bits) & near or int(bits)
+                    senders = frozenset(peer for peer in range(len(hosts)) if may >> peer & 1)
+                    found[senders] += int(count) * box.itemsize_bytes
+    return found
 
 
 def _within(box: Box) -> tuple[slice, ...]:

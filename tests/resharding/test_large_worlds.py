@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import bed
 import pytest
 import torch
 from bed import Model, Split
+from families import least_busiest
 
 from resharding.boxes import Holding
 from resharding.listing import Listing, listing_of
@@ -75,6 +78,32 @@ def test_ranks_of_a_large_world_that_plan_alone_agree_and_share_the_load(kept: b
     found = reshard_plan.balance(before, after, hosts, old)
     assert found["ratio"] == 1
     assert found["busiest_ratio"] < 1.2
+
+
+@pytest.mark.parametrize("blocks", [2, 1], ids=["distributed optimizer", "weights alone"])
+@pytest.mark.parametrize("per_host", [1, 3, 16])
+def test_the_busiest_sender_has_little_more_than_it_has_to_whatever_is_cut_anew(per_host: int, blocks: int) -> None:
+    """With changes of tp, pp and dp at once; ep is among the pairs that ``test_families.py`` draws.
+
+    Of weights every data parallel rank has all, so that there are many to choose from.
+    """
+    model = Llama(layers=8, hidden=64, heads=8, groups=4, ffn=96, vocab=256)
+    dice = random.Random(per_host)
+    sizes = itertools.product([1, 2, 4], [1, 2, 4], [1, 2, 3, 4, 5])
+    worlds = [world for world in itertools.starmap(World, sizes) if 2 <= world.size <= 16]
+    for _ in range(12):
+        old, new = dice.sample(worlds, 2)
+        size = max(old.size, new.size)
+        before, after = (
+            [Listing(reshard_plan.listing(model, side, rank, 20_000).entries[:blocks]) for rank in range(side.size)]
+            + [Listing(())] * (size - side.size)
+            for side in (old, new)
+        )
+        dice.shuffle(after)  # as where members are replaced: who has what already follows no pattern
+        hosts = [f"host{rank // per_host}" for rank in range(size)]
+        least = least_busiest([side.boxes for side in before], [side.boxes for side in after], hosts)
+        busiest = max(plan.bytes_sent for plan in plan_all(before, after, hosts))
+        assert least <= busiest <= 1.2 * least, (old, new)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "moved"])

@@ -255,6 +255,18 @@ def test_a_type_that_cannot_be_moved_is_refused_by_name():
         megatron.holding_of([module], None)
 
 
+def test_a_parameter_that_is_no_plain_tensor_is_refused_by_name():
+    """As those of FP8 are: what lies in their storage are not the numbers they show."""
+
+    class Quantized(torch.Tensor):
+        pass
+
+    weight = torch.nn.Parameter(torch.ones(3, 4).as_subclass(Quantized))
+    assert type(weight) is Quantized
+    with pytest.raises(Unsupported, match=r"^w is kept as Quantized, not as a plain tensor$"):
+        megatron.holding_of([_Odd(lambda m: {"w": _sharded("w", m.weight)}, weight)], None)
+
+
 def _factory(data, cut):
     def build(key, tensor, _replica, _range):
         return [
@@ -316,6 +328,15 @@ def test_optimizers_that_keep_state_elsewhere_are_refused_by_name(stack):
     leaf.optimizer = torch.optim.RMSprop(inner.param_groups[0]["params"])
     with pytest.raises(Unsupported, match="RMSprop has no state yet"):
         megatron.materialize_optimizer_state(optimizer)
+
+
+def test_main_parameters_inside_the_optimizer_are_refused_before_a_change_and_while_planning_it(stack):
+    chunks, optimizer = stack
+    optimizer.chained_optimizers[0].config.use_precision_aware_optimizer = True
+    words = "use_precision_aware_optimizer keeps main parameters inside the optimizer"
+    assert megatron.misfit_of_optimizer(chunks, optimizer) == words
+    with pytest.raises(Unsupported, match=words):
+        megatron.holding_of(chunks, optimizer)
 
 
 def test_settle_does_nothing_where_parameters_are_complete_and_syncs_where_not():

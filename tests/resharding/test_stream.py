@@ -157,6 +157,83 @@ def test_slices_of_a_quarter_of_a_mebibyte_skip_staging_however_large_it_is():
     assert [report.num_messages for report in reports] == [4, 4]
 
 
+class Watched(memory.MemoryTransport):
+    """Follows what a rank has posted and not yet waited for, which has to be filled and left alone all that while."""
+
+    def __init__(self, network, rank, sent=()):
+        super().__init__(network, rank)
+        self.events: list[tuple[str, int]] = []
+        self.under_way: dict[int, torch.Tensor] = {}
+        self.most_messages = self.most_bytes = 0
+        self._sent = sent
+
+    def isend(self, tensor, peer):
+        assert torch.equal(tensor.view(torch.float32), self._sent[self._next].flatten()), "posted before it is packed"
+        return self._watched(tensor, super().isend(tensor, peer))
+
+    def irecv(self, tensor, peer):
+        return self._watched(tensor, super().irecv(tensor, peer))
+
+    @property
+    def _next(self) -> int:
+        return sum(kind == "post" for kind, _ in self.events)
+
+    def _watched(self, tensor, post):
+        number, first = self._next, tensor.data_ptr()
+        others = [(other.data_ptr(), other.data_ptr() + other.nbytes) for other in self.under_way.values()]
+        assert all(last <= first or first + tensor.nbytes <= begin for begin, last in others), "room is used twice"
+        self.events.append(("post", number))
+        self.under_way[number] = tensor
+        self.most_messages = max(self.most_messages, len(self.under_way))
+        self.most_bytes = max(self.most_bytes, sum(tensor.nbytes for tensor in self.under_way.values()))
+        return _Waited(post, lambda: (self.events.append(("wait", number)), self.under_way.pop(number)))
+
+
+class _Waited:
+    def __init__(self, post, note) -> None:
+        self._post, self._note = post, note
+
+    def wait(self) -> None:
+        self._note()
+        self._post.wait()
+
+
+@pytest.mark.parametrize("is_staged", [True, False], ids=["packed", "where they lie"])
+def test_later_slots_are_posted_while_earlier_ones_are_under_way_within_the_staging(is_staged):
+    """So packing overlaps the wire. What is packed has half the staging; what is not, only the window for a limit."""
+    staging_bytes, number = 4096, 40
+
+    def storage(filled):
+        whole = torch.zeros(256, 2 if is_staged else 1)
+        return whole[:, :1].fill_(filled) if is_staged else whole.fill_(filled)
+
+    lives, theirs = [storage(1.0 + i) for i in range(number)], [storage(0.0) for _ in range(number)]
+    boxes = [Box(f"weight/layers.{i}", "float32", (256, 1), (0, 0), (256, 1)) for i in range(number)]
+    old, new = (
+        Holding.of([Piece(box, lambda t=t: t) for box, t in zip(boxes, side, strict=True)]) for side in (lives, theirs)
+    )
+    nothing, network = Holding.of([]), memory.Network()
+    plans = plan_all([boxes, []], [[], boxes], ["a", "a"])
+    order = [lives[send.cut.piece] for send in plans[0].sends]
+    wires = [Watched(network, 0, order), Watched(network, 1)]
+    sides = [(old, nothing), (nothing, new)]
+    reports = memory.run_together(
+        [
+            lambda plan=plan, side=side, wire=wire: stream.execute(plan, *side, wire, staging_bytes, verify="off")
+            for plan, side, wire in zip(plans, sides, wires, strict=True)
+        ]
+    )
+    assert all(torch.equal(*pair) for pair in zip(lives, theirs, strict=True))
+    assert [report.num_direct for report in reports] == ([0, 0] if is_staged else [number, number])
+    most = 2 if is_staged else stream.WINDOW
+    for wire in wires:
+        assert sorted(wire.events) == sorted((kind, i) for kind in ("post", "wait") for i in range(number))
+        for later in range(1, number):
+            assert wire.events.index(("post", later)) < wire.events.index(("wait", max(0, later - most + 1)))
+        assert wire.most_messages == most
+        assert not is_staged or wire.most_bytes <= staging_bytes // 2
+
+
 def test_a_failure_of_the_wire_is_raised_and_leaves_the_source_alone():
     tensors, old, new, plans = _case(3)
 
