@@ -1,5 +1,6 @@
 """examples/gpt/prepare.py: text in, Megatron's files out."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,25 @@ PREPARE = Path(__file__).resolve().parents[2] / "examples" / "gpt" / "prepare.py
 EOD = 256
 
 
-def prepare(*arguments):
-    return subprocess.run(
-        [sys.executable, PREPARE, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
-    )
+@pytest.fixture
+def prepare(monkeypatch, capsys):
+    """Run the script here: a process of its own takes seconds, nearly all of them to import Megatron."""
+    monkeypatch.syspath_prepend(PREPARE.parent)
+
+    def run(*arguments):
+        words = [sys.executable, str(PREPARE), *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", words[1:])
+        monkeypatch.delitem(sys.modules, "data", raising=False)
+        code, message = 0, ""
+        try:
+            runpy.run_path(str(PREPARE), run_name="__main__")
+        except SystemExit as end:
+            code, message = (end.code, "") if isinstance(end.code, int) else (1, str(end.code or ""))
+        told = capsys.readouterr()
+        return subprocess.CompletedProcess(words, code, told.out, told.err + message)
+
+    yield run
+    sys.modules.pop("data", None)
 
 
 def documents(prefix):
@@ -40,7 +56,7 @@ def texts(tmp_path):
     return folder
 
 
-def test_every_byte_comes_back_in_the_order_of_names(tmp_path, texts):
+def test_every_byte_comes_back_in_the_order_of_names(tmp_path, texts, prepare):
     prefix = tmp_path / "out" / "corpus"
     done = prepare(texts, "--suffix", ".txt", "--output", prefix)
     assert done.returncode == 0, done.stderr
@@ -52,25 +68,25 @@ def test_every_byte_comes_back_in_the_order_of_names(tmp_path, texts):
     assert "2 documents, 263 bytes" in done.stdout
 
 
-def test_the_same_text_gives_the_same_files(tmp_path, texts):
+def test_the_same_text_gives_the_same_files(tmp_path, texts, prepare):
     for name in ("one", "two"):
         assert prepare(texts, "--output", tmp_path / name).returncode == 0
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"two{ending}").read_bytes()
 
 
-def test_max_bytes_cuts_the_text_off(tmp_path, texts):
+def test_max_bytes_cuts_the_text_off(tmp_path, texts, prepare):
     assert prepare(texts, "--max-bytes", 10, "--output", tmp_path / "cut").returncode == 0
     (only,) = documents(tmp_path / "cut")
     assert only.tolist() == [*range(10), EOD]
 
 
-def test_default_is_pythons_own_library(tmp_path):
+def test_default_is_pythons_own_library(tmp_path, prepare):
     assert prepare("--max-bytes", 1000, "--output", tmp_path / "stdlib").returncode == 0
     assert sum(len(document) - 1 for document in documents(tmp_path / "stdlib")) == 1000
 
 
-def test_a_failure_leaves_what_was_there(tmp_path, texts):
+def test_a_failure_leaves_what_was_there(tmp_path, texts, prepare):
     prefix = tmp_path / "out" / "corpus"
     assert prepare(texts, "--output", prefix).returncode == 0
     before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
@@ -80,8 +96,10 @@ def test_a_failure_leaves_what_was_there(tmp_path, texts):
     assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
 
 
-def test_errors_are_one_sentence(tmp_path):
+def test_errors_are_one_sentence(tmp_path, prepare):
     missing = tmp_path / "missing"
-    assert error_of(prepare(missing, "--output", tmp_path / "x")) == f"{missing} is neither a file nor a folder"
+    words = [sys.executable, PREPARE, missing, "--output", tmp_path / "x"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert error_of(done) == f"{missing} is neither a file nor a folder"
     assert "--max-bytes 0 leaves nothing" in error_of(prepare("--max-bytes", 0, "--output", tmp_path / "x"))
     assert not list(tmp_path.iterdir())
