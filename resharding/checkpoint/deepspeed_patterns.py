@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from resharding.boxes import Shape
-from resharding.checkpoint.patterns import Block, Layout, Pattern, Patterns, Refusal
+from resharding.checkpoint.format import BadCheckpoint
+from resharding.checkpoint.patterns import Block, Layout, Pattern, Patterns, Refusal, read_widths
 
 _AFFINE_VERSION = 1
 _WIDTHS_SINCE = 0.4
@@ -40,7 +42,17 @@ _KNOWN = {*_LISTS, _ROW_PARALLEL, _VOCABULARY, _SUB_PARAMS, _SUB_WIDTHS, _AFFINE
 
 
 def from_deepspeed(info: Mapping[str, Any]) -> Patterns:
-    """Read ``universal_checkpoint_info``."""
+    """Read ``universal_checkpoint_info``. Raises ``BadCheckpoint`` for what has another form."""
+    try:
+        return _read(info)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, re.error) as error:
+        raise BadCheckpoint(
+            f"universal_checkpoint_info is not as DeepSpeed 0.19.8 writes it ({type(error).__name__}: {error}); "
+            "pass rules with --patterns"
+        ) from None
+
+
+def _read(info: Mapping[str, Any]) -> Patterns:
     rules: list[tuple[str, Layout | Refusal]] = [
         (_begins(match), Refusal(reason=f"cannot be put together, as the checkpoint says itself ({reason})"))
         for match, reason in dict(info.get(_UNSUPPORTED, {})).items()
@@ -81,7 +93,7 @@ def _sub_params(row: Mapping[str, Any], info: Mapping[str, Any]) -> Iterator[tup
             if widths is None:
                 layout = Refusal(reason="is several tensors, and nothing says how wide its slices are")
             else:
-                layout = Pattern(axis=axis, ndim=ndim, widths=tuple(tuple(map(int, each)) for each in widths))
+                layout = Pattern(axis=axis, ndim=ndim, widths=read_widths(widths))
         elif isinstance(sizes, int):  # how many of equal size
             layout = Pattern(axis=axis, ndim=ndim, parts=(1,) * sizes)
         else:

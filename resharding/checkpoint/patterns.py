@@ -16,7 +16,9 @@ is a list of rules, each a regular expression and a pattern; the first that matc
 ``replicated``  all have the same; checked
 ``average``     each has its own, the parameter is their mean
 ``fragments``   cut along ``axis``; with ``parts``, each of several tensors along it is cut by itself, their sizes
-                being in that proportion; ``rows``: what is beyond on the first axis is padding
+                being in that proportion; ``widths`` in place of ``parts``, where it is no proportion: for each of
+                these tensors how many rows each rank has, ``[[7, 5], [3, 1]]``; ``rows``: what is beyond on the
+                first axis is padding
 
 Needs no torch.
 """
@@ -165,9 +167,19 @@ def read_patterns(value: Mapping[str, Any]) -> Patterns:
 def _rule(row: Mapping[str, Any]) -> tuple[str, Pattern]:
     pattern = Pattern(
         kind=row["pattern"], axis=int(row.get("axis", 0)), rows=row.get("rows"),
-        parts=tuple(int(part) for part in row.get("parts", [1])),
+        parts=tuple(int(part) for part in row.get("parts", [1])), widths=read_widths(row.get("widths")),
     )  # fmt: skip
     if pattern.kind not in KINDS or pattern.axis < 0 or min(pattern.parts) < 1:
         raise ValueError(row["pattern"])
     re.compile(row["match"])
     return row["match"], pattern
+
+
+def read_widths(rows: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
+    """Return for each of several tensors how wide every rank's slice is. Raises ``ValueError`` for what is none."""
+    if rows is None:
+        return None
+    widths = tuple(tuple(int(width) for width in row) for row in rows)
+    if not widths or min((width for row in widths for width in row), default=-1) < 0:
+        raise ValueError(f"{rows} are no widths")
+    return widths

@@ -14,6 +14,7 @@ from test_checkpoint_deepspeed import loaded, read
 from resharding.checkpoint.convert import convert
 from resharding.checkpoint.deepspeed import DeepSpeedSource
 from resharding.checkpoint.format import BadCheckpoint
+from resharding.checkpoint.patterns import read_patterns
 
 ROWS = 11
 """of the vocabulary; each of two ranks has 6"""
@@ -176,6 +177,18 @@ def test_a_parameter_of_several_tensors_goes_together_as_deepspeed_says(kind: st
 
 OVERLAPPING = [[piece((9, 4), 0, 0, [0])], [piece((9, 4), 32, 0, [1])]]
 ACROSS = {"shape": [9, 4], "source": [0, [8, 1]], "dest": [0, [4, 1]], "locations": [0]}
+def test_rules_may_say_how_wide_every_slice_is(tmp_path: Path) -> None:
+    folder = make(tmp_path / "theirs", {"qkv": cut(WIDTHS)}, {})
+    rules = {"rules": [{"match": "qkv", "pattern": "fragments", "widths": WIDTHS}]}
+    state = read(convert(DeepSpeedSource(folder, model={}, patterns=rules), tmp_path / "ours").path)
+    assert torch.equal(state["main/qkv"], FUSED)
+    for widths in ([], [[7, -5]], [7, 5], [["a"]]):
+        with pytest.raises(BadCheckpoint, match="is none; it needs 'match'"):
+            read_patterns({"rules": [{**rules["rules"][0], "widths": widths}]})
+    with pytest.raises(BadCheckpoint, match=r"qkv has slices of \[10, 8\] rows, and is said to be cut into \[\(9, 9\)\]"):
+        DeepSpeedSource(folder, model={}, patterns={"rules": [{**rules["rules"][0], "widths": [[9, 9]]}]})
+
+
 REFUSED = {
     "is kept multiplied by 0.5": affine([(9, 4), (9, 4)], [
         [piece((9, 4), 0, 0, [0], scale=0.5)], [piece((9, 4), 36, 0, [1])]]),
@@ -201,6 +214,20 @@ def test_a_cut_that_is_not_known_is_asked_about(reason: str, tmp_path: Path) -> 
     rules = {"rules": [{"match": "qkv", "pattern": "fragments"}]}
     source = DeepSpeedSource(folder, model={}, patterns=rules)
     assert torch.equal(read(convert(source, tmp_path / "ours").path)["main/qkv"], FUSED)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"affine_map": {"version": 1, "params": {"^qkv$": {"logical_shape": [18, 4]}}}}, {"affine_map": [1]},
+        {"parameter_with_sub_params": [{"patterns": ["^qkv$"]}]}, {"vocabulary_parameter_patterns": ["("]},
+        sub_params([(12, 4, 2), -1], sub_param_shard_widths={"^qkv$": [["wide"]]}),
+    ],
+)  # fmt: skip
+def test_what_has_not_deepspeeds_form_is_one_sentence(info: dict[str, Any], tmp_path: Path) -> None:
+    folder = make(tmp_path / "theirs", {"qkv": FUSED.chunk(2)}, info)
+    with pytest.raises(BadCheckpoint, match=r"universal_checkpoint_info is not as DeepSpeed .* writes it .*--patterns"):
+        DeepSpeedSource(folder, model={}, patterns={})
 
 
 def test_blocks_that_both_ranks_have_are_compared(tmp_path: Path) -> None:
