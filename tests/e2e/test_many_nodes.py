@@ -101,7 +101,7 @@ def test_a_node_joins_and_leaves_a_training_on_other_hosts_without_a_trace_in_th
 def test_a_host_that_is_lost_costs_the_steps_since_the_checkpoint_and_no_process_elsewhere(
     two: list[Host], tmp_path: Path, train_arguments: Callable[..., list[str]]
 ) -> None:
-    """The survivor goes on from the newest checkpoint as a smaller world, in the same process."""
+    """The survivor goes on from the newest checkpoint, of tp=2, as a smaller world of tp=1, in the same process."""
     out, a, b = (tmp_path / name for name in ("out", "a", "b"))
     out.mkdir()
     script = [TRAIN, *train_arguments(out, steps=4000)]  # the probe replaces what the package exports: no process stays
@@ -112,12 +112,16 @@ def test_a_host_that_is_lost_costs_the_steps_since_the_checkpoint_and_no_process
 
     def saved() -> list[int]:
         """Steps of checkpoints that the world of both has taken."""
-        return [event["step"] for event in named("checkpoint", a) if event["generation"] == 2]
+        return [event["step"] for event in named("checkpoint", a) if event["generation"] == 3]
 
     agents = [agent(two[0], two[0], a, script, *options)]
     try:
         until("the first world", lambda: named("world", a), a)
         agents.append(agent(two[1], two[0], b, script, *options))
+        until("two nodes", lambda: named("active", a), a)
+        words = [*two[0].prefix, *LIVERUN, "resize", "far", "--layout=tp=2", f"--run-dir={a / 'run'}"]
+        resized = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environment())
+        assert resized.returncode == 0, resized.stderr
         until("a checkpoint of both", saved, a)
         until("steps after it", lambda: trained(saved()[-1] + 5, 2), a)
         agents[1].kill()
@@ -136,7 +140,8 @@ def test_a_host_that_is_lost_costs_the_steps_since_the_checkpoint_and_no_process
     lost = {row["step"]: row["loss"] for row in rows[:again]}
     assert rows[again]["step"] in range(saved()[-1], before, 20)  # the last may be whole, and the word of it lost
     assert [row["step"] for row in rows[:again]] == list(range(again))
-    assert {row["world_size"] for row in rows[again:]} == {1}
+    assert {(row["world_size"], row["layout"]) for row in rows[again:]} == {(1, "tp=1")}
+    assert (rows[again - 1]["world_size"], rows[again - 1]["layout"]) == (2, "tp=2")
     twice = [row for row in rows[again:] if row["step"] in lost]
     assert [row["step"] for row in twice] == list(range(rows[again]["step"], before + 1))
     for row in twice:
