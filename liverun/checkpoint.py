@@ -290,9 +290,9 @@ class Saver:
         temporary = root / folders.temporary_name(step, ground.nonce)
         self._temporary = (temporary, rank)
         started = time.perf_counter()
-        there = {step for step, _ in folders.complete_in(root)} if rank == 0 else set()
         path = ""
         try:
+            there = {step for step, _ in folders.complete_in(root)} if rank == 0 else set()
             writer.write_share(temporary, ground.design, rank, parts, small, one_disk=ground.one_disk)
             parts.clear()
             self._check()
