@@ -139,10 +139,12 @@ class Patterns:
         Raises ``BadCheckpoint`` where several have one and no rule says how they go together.
         """
         for match, layout in self._rules:
-            if match.fullmatch(name) and not (isinstance(layout, Refusal) and num_slices == 1):
-                if isinstance(layout, Refusal):
-                    raise BadCheckpoint(f"{name} {layout.reason}; pass rules with --patterns")
+            if not match.fullmatch(name):
+                continue
+            if not isinstance(layout, Refusal):
                 return layout
+            if num_slices > 1:
+                raise BadCheckpoint(f"{name} {layout.reason}; pass rules with --patterns")
         if num_slices == 1:
             return Pattern(kind="unique")
         raise BadCheckpoint(

@@ -344,18 +344,12 @@ def write_last_resources():
     train.append_line(OUT / "exits.jsonl", record)
 
 
-def wait_for_change(job):
-    deadline = time.monotonic() + PATIENCE_S
-    hurry = Path(OPTIONS.get("hurry", "-"))
+def wait_for_change(job, limit_s):
+    """Wait until a change is armed; whether one is, when the time or the run's patience is over."""
+    deadline, hurry = time.monotonic() + limit_s, Path(OPTIONS.get("hurry", "-"))
     while job._worker.gate._armed is None and not hurry.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def wait_until_armed(job):
-    deadline = time.monotonic() + 120
-    while job._worker.gate._armed is None:
-        assert time.monotonic() < deadline, "no change was asked for"
-        time.sleep(0.01)
+    return job._worker.gate._armed is not None
 
 
 def main():
@@ -402,10 +396,10 @@ def main():
     def train_step(*arguments):
         step = arguments[-1]
         if step.index == OPTIONS.get("until_armed"):
-            wait_until_armed(probes[0].job)
+            assert wait_for_change(probes[0].job, 120.0), "no change was asked for"
         pace = OPTIONS.get("steps_per_change")
         if pace and step.world.generation - 1 < step.index / pace:
-            wait_for_change(probes[0].job)
+            wait_for_change(probes[0].job, PATIENCE_S)
         if OPTIONS.get("resources"):
             train.append_line(
                 OUT / "resources.jsonl",

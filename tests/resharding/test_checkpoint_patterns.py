@@ -175,8 +175,6 @@ def test_a_parameter_of_several_tensors_goes_together_as_deepspeed_says(kind: st
         assert torch.equal(state[f"{key}/qkv"], moment(key, "qkv", FUSED)), key
 
 
-OVERLAPPING = [[piece((9, 4), 0, 0, [0])], [piece((9, 4), 32, 0, [1])]]
-ACROSS = {"shape": [9, 4], "source": [0, [8, 1]], "dest": [0, [4, 1]], "locations": [0]}
 def test_rules_may_say_how_wide_every_slice_is(tmp_path: Path) -> None:
     folder = make(tmp_path / "theirs", {"qkv": cut(WIDTHS)}, {})
     rules = {"rules": [{"match": "qkv", "pattern": "fragments", "widths": WIDTHS}]}
@@ -189,6 +187,8 @@ def test_rules_may_say_how_wide_every_slice_is(tmp_path: Path) -> None:
         DeepSpeedSource(folder, model={}, patterns={"rules": [{**rules["rules"][0], "widths": [[9, 9]]}]})
 
 
+OVERLAPPING = [[piece((9, 4), 0, 0, [0])], [piece((9, 4), 32, 0, [1])]]
+ACROSS = {"shape": [9, 4], "source": [0, [8, 1]], "dest": [0, [4, 1]], "locations": [0]}
 REFUSED = {
     "is kept multiplied by 0.5": affine([(9, 4), (9, 4)], [
         [piece((9, 4), 0, 0, [0], scale=0.5)], [piece((9, 4), 36, 0, [1])]]),
