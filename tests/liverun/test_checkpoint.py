@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from liverun import checkpoint
+from liverun import checkpoint, messages
 from liverun.checkpoint import Saver, Settings
 from liverun.switch import Position
 
@@ -77,3 +77,23 @@ def test_a_save_goes_on_beside_the_training_and_the_next_one_waits_for_it(
     may_write[3].set()
     saver.save(Position(step=3, consumed_samples=24), is_last=True)  # nothing is copied, and it is waited for
     assert happened[4:] == ["looked at", "written 3"]
+
+
+def test_a_folder_that_cannot_be_listed_fails_the_save_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else whoever asked for the save would wait for a word that nobody says."""
+    told: list[object] = []
+
+    def refuse(root: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(root))
+
+    monkeypatch.setattr(checkpoint.folders, "complete_in", refuse)
+    ground = SimpleNamespace(standing=SimpleNamespace(world=SimpleNamespace(rank=0)), nonce="n", design=None)
+    saver = Saver(Settings(folder=tmp_path), tell=told.append)
+    saver._write(ground, 7, [], {}, request=3, pause_s=0.5)  # type: ignore[arg-type]
+    (said,) = told
+    assert isinstance(said, messages.Saved)
+    assert (said.request, said.step, said.ok) == (3, 7, False)
+    assert "Permission denied" in said.reason
+    assert "checkpoint of step 7 failed: [Errno 13] Permission denied" in capsys.readouterr().err
