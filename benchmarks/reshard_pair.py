@@ -30,6 +30,8 @@ from resharding.transport import ProcessGroupTransport  # noqa: E402
 MIB = 1 << 20
 ROUNDS = 5
 NUM_TENSORS, TENSOR_BYTES = 64, 4 * MIB
+TENSORS_PER_LAYER = 8
+"""what is on its way at once where layers move one after the other"""
 WINDOW = 2
 """bare messages under way at once, as in the stream"""
 
@@ -63,7 +65,8 @@ def bare(group, rank: int, tensors: list, both: bool, chunk_bytes: int) -> dict:
 def holding(tensors: list, first: int) -> Holding:
     pieces = []
     for number, live in enumerate(tensors):
-        box = Box(f"weight/layers.{first + number}.w", "float32", tuple(live.shape), (0, 0), tuple(live.shape))
+        layer, place = divmod(first + number, TENSORS_PER_LAYER)
+        box = Box(f"weight/layers.{layer}.w{place}", "float32", tuple(live.shape), (0, 0), tuple(live.shape))
         pieces.append(Piece(box, lambda live=live: live))
     return Holding.of(pieces)
 
